@@ -52,7 +52,7 @@ class Rereading:
             else:
                 self._scored[needs] = reading
         given = reading.take(self._tier, self._chunk)
-        logits = self.network.forward(ids[given:], _Behind(kv, given))
+        logits = self.network.forward(ids[given:], kv)
         self._tier.commit(len(ids))
         return logits
 
@@ -65,19 +65,6 @@ class Rereading:
         if self._ids is None or not torch.equal(ids, self._ids):
             self._ids, self._scored = ids.clone(), {}
             self._tier.truncate(0)
-
-
-class _Behind:
-    """An `Attend` whose first `given` tokens are not fed."""
-
-    def __init__(self, kv: Attend, given: int) -> None:
-        self.position, self.attend, self.advance = given, kv.attend, kv.advance
-        self._kv = kv
-
-    @property
-    def watch(self) -> Callable[[Tensor], None] | None:
-        """See `Attend`."""
-        return getattr(self._kv, "watch", None)
 
 
 # -- prompts ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.report import amount
+from minikv.chat.transcript import TokenLog
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import (
@@ -247,10 +248,10 @@ class Keeper:
                     self._terminal.warn(f"{error}; the tier is used in its place")
         snapshot = saved.without_cache()
         if reread:
-            snapshot = replace(snapshot, tokens=())
+            snapshot = replace(snapshot, said=replace(snapshot.said, log=TokenLog()))
         vocab = session.tokenizer.vocab
         with damage(saved.name):
-            if not all(0 <= id < vocab for id in snapshot.tokens):
+            if not all(0 <= id < vocab for id in snapshot.said.log.ids):
                 raise ValueError("its tokens are not those of this model")
         if set(stated) & set(POLICY):
             snapshot = replace(snapshot, eviction=session.eviction)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import clipped, size
-from minikv.chat.transcript import OVERFLOWS, REUSES, Message, system_messages
+from minikv.chat.transcript import OVERFLOWS, REUSES, Message, TokenLog, system_messages
 from minikv.cli.chat.turn import thoughts_of
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import checked, report_of
@@ -83,18 +83,16 @@ class Saved:
     def without_cache(self) -> ChatSnapshot:
         """The chat without its cache: the next question reads the whole conversation again, except
         what a tier has of it."""
-        from minikv.chat.snapshot import ChatSnapshot
+        from minikv.chat.snapshot import ChatSnapshot, Conversation
 
-        return ChatSnapshot(
-            None,
-            self.eviction,
-            int(self.facts["seed"]),
-            self.opened_with,
-            self.turns,
-            self.pending,
-            self.tokens,
-            self.curve,
+        said = Conversation(
+            opened_with=self.opened_with,
+            turns=list(self.turns),
+            pending=list(self.pending),
+            log=TokenLog(self.tokens),
+            curve=list(self.curve),
         )
+        return ChatSnapshot(None, self.eviction, int(self.facts["seed"]), said)
 
 
 # -- reading ------------------------------------------------------------------------------
@@ -254,7 +252,9 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
             or saved.tokens[len(fed) :] != (pending,)[: pending is not None]
         ):
             raise ValueError("the tokens in the cache are not those of the chat")
-        return replace(saved.without_cache(), held=held, rereads=bool(state["rereads"]))
+        made = saved.without_cache()
+        said = replace(made.said, rereads=bool(state["rereads"]))
+        return replace(made, held=held, said=said)
 
 
 # -- writing ------------------------------------------------------------------------------
@@ -325,7 +325,7 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
         "held": snapshot.held.record(),
         "owed": session.pending_token,
         "shaped_by": session.evicted_for_turn,
-        "rereads": snapshot.rereads,
+        "rereads": snapshot.said.rereads,
     }
     tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
     try:

@@ -6,8 +6,8 @@ use. The segments of a layer lie side by side in the layer's region. Keys are st
 order of rows is free; the column `pos` has each row's position. A row that was evicted and is not
 yet overwritten is the head's free slot: `length` counts it, but it is no longer held.
 
-An arena never changes its size in place. `fresh`, `sharing`, `grown`, `trimmed` and `unpack` make
-another one, and the old one stays valid.
+An arena never changes its size in place. `fresh`, `sharing`, `grown` and `unpack` make another one,
+and the old one stays valid.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from minikv.policies.selection import blocks
 
 TABLES = ("start", "length", "capacity", "cap", "free_slot")
 _CORE = ("k", "v", "k_scale", "v_scale", "pos")
-_FIRST = 1 << 40  # above every position
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,37 +214,17 @@ class Arena:
         """A copy in which head h of layer l owns capacity[l, h] rows, int64 [L, H]. Rows keep their
         place in their segment. Waits for the device."""
         assert bool((self.length <= capacity).all()), "a segment would lose rows"
-        made = self._wider(capacity, self.length)
+        kinds = {name: self.columns[name].dtype for name in self.extra}
+        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=int(self.length.sum()))
+        made.lay(capacity)
         made.length.copy_(self.length)
+        made.cap.copy_(self.cap)
         moved = self.free_slot + made.start - self.start
         made.free_slot.copy_(torch.where(self.free_slot >= 0, moved, -1))
         before = self.layout()
         for layer in range(self.layers):  # one layer at a time, so that the copies stay small
             rows = _rows(before.start[layer], before.length[layer]).to(self.device)
             made._put(layer, self.columns, rows)
-        return made
-
-    def trimmed(self, sinks: int, pinned: int, most: Tensor) -> Arena:
-        """A copy in which no head holds more than most int64 [L, H] rows. The oldest rows leave
-        first; positions below `sinks` or `pinned` leave last. Waits for the device."""
-        made = self._wider(torch.maximum(self.capacity, most), torch.minimum(self.length, most))
-        for layer in range(self.layers):
-            index, live = self.index(layer)
-            pos = self.columns["pos"][index].to(torch.int64)
-            age = torch.where(pos < max(sinks, pinned), pos + _FIRST, pos).masked_fill(~live, -1)
-            place = age.argsort(1, descending=True).argsort(1)
-            keep = live & (place < most[layer][:, None])
-            made.length[layer] = keep.sum(1)
-            made._put(layer, self.columns, index[keep])
-        return made
-
-    def _wider(self, capacity: Tensor, filled: Tensor) -> Arena:
-        """An arena of the same kind that holds nothing yet, with the same caps, in which the heads
-        own capacity [L, H] rows and will soon have filled [L, H] of them."""
-        kinds = {name: self.columns[name].dtype for name in self.extra}
-        made = self.fresh(capacity.sum(1).tolist(), kinds, filled=int(filled.sum()))
-        made.lay(capacity)
-        made.cap.copy_(self.cap)
         return made
 
     def _put(self, layer: int, columns: Mapping[str, Tensor], rows: Tensor) -> None:

@@ -5,7 +5,7 @@ written, a new token's row overwrites the row that the step policy evicted (`Dec
 two steps no head holds more rows than its cap.
 
 A prompt is a transaction. `begin` allocates another arena, the target, and the rows that stay are
-written there. `advance` then replaces the old arena with the target. Until then the old one is
+written there. `end` then replaces the old arena with the target. Until then the old one is
 never changed.
 """
 
@@ -28,7 +28,6 @@ from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import CacheSnapshot, SharedSnapshot, State
 from minikv.cache.stats import (
     CacheStats,
-    PromptFigures,
     Shape,
     Stopwatch,
     full_cache_bytes,
@@ -51,7 +50,7 @@ class KVCache:
     Raises UsageError if the budget is too small for the policies. `progress(done, total)` is called
     while a prompt is read, with tokens. It may raise; then `abandon` restores the cache.
 
-    There are two ways back: `abandon` undoes a prompt before `advance`, and `restore` returns to a
+    There are two ways back: `abandon` undoes a prompt before `end`, and `restore` returns to a
     snapshot. A step is not undone: after an error inside of one the cache is dropped. It is then
     empty, and the conversation must be read or recalled again.
 
@@ -154,8 +153,9 @@ class KVCache:
 
     @property
     def position(self) -> int:
-        """See `Attend`."""
-        return self.state.position
+        """See `Attend`. While a prompt is read, the position of the first token that is fed."""
+        plan = None if self.reading is None else self.reading.plan
+        return self.state.position if plan is None else plan.position + plan.given
 
     @property
     def pinned(self) -> int:
@@ -315,12 +315,10 @@ class KVCache:
         """See `Attend`; None for a prompt."""
         return None if self.reading is not None else self._step_unrotated
 
-    @property
-    def step_arena(self) -> Callable[[], object | None] | None:
+    def step_arena(self) -> object | None:
         """See `Attend`; None for a prompt."""
-        return None if self.reading is not None else self._step_arena
-
-    def _step_arena(self) -> object | None:
+        if self.reading is not None:
+            return None
         found = self.begin_step().step_arena()
         self._stepping = found is not None  # else `attend` begins the step
         return found
@@ -348,7 +346,11 @@ class KVCache:
         return out
 
     def advance(self, tokens: int) -> None:
-        """See `Attend`. Ends a prompt or a decode step."""
+        """See `Attend`. Does nothing: what was fed counts with `end`, once its logits were
+        checked."""
+
+    def end(self, tokens: int) -> None:
+        """The prompt or the step of `tokens` tokens counts."""
         if self.reading is None:
             assert tokens == 1
             self.decode.end()
@@ -444,16 +446,13 @@ class KVCache:
         self._stepping = False
 
     def _with_room(self, arena: Arena) -> Arena:
-        """The arena, or a copy of it, in which every head has room for a row and holds no more rows
-        than its policy allows."""
+        """The arena, or a copy of it, in which every head has room for a row."""
         step = self.rules.step
         if step is not None:
             block = 0 if step.evict_first else step.block
-            # Between two evictions a head may be up to block - 1 rows over its cap. It holds more
-            # only if they came when another policy was in force.
-            most = arena.cap + (step.block - 1)
-            if bool((arena.held > most).any()):
-                arena = arena.trimmed(step.sinks, self.pinned, most)
+            # Between two evictions a head may be up to block - 1 rows over its cap. Rows that came
+            # under another policy leave with the prompt after it (`configure`).
+            assert bool((arena.held < arena.cap + step.block).all()), "no prompt was read since"
             capacity = (arena.cap + block).clamp(min=1)
         else:
             capacity = arena.capacity
@@ -605,25 +604,9 @@ class KVCache:
         return self.arena.columns["pos"][index[head, live[head]]].to(torch.int64).sort().values
 
     @property
-    def last_prompt(self) -> PromptFigures:
-        """What the last prompt cost. Uses only numbers that are already on the host: it cannot
-        fail."""
-        state, outcome = self.state, self.state.outcome
-        lost = [(s, i) for i, s in enumerate(outcome.lost) if s is not None]
-        return PromptFigures(
-            state.evict_s,
-            max(state.peak, self._allocated),
-            outcome.shaped,
-            sum(s for s, _ in lost) / len(lost) if lost else None,
-            max(lost)[0] if lost else None,
-            max(lost)[1] if lost else None,
-        )
-
-    @property
-    def lost(self) -> tuple[float | None, ...]:
-        """Per layer, the share of the attention mass of the last observed queries that fell on
-        evicted rows; None: not measured."""
-        return self.state.outcome.lost
+    def peak(self) -> int:
+        """The most bytes that were allocated at once, from the last prompt on."""
+        return max(self.state.peak, self._allocated)
 
     def last_token(self) -> tuple[LastToken, Tensor] | None:
         """For measuring what a recall lost (see `minikv.cache.fidelity`): an `Attend` for feeding
@@ -649,7 +632,7 @@ class KVCache:
 
     def stats(self) -> CacheStats:
         """The present figures, counted from the tensors; see `CacheStats`."""
-        arena, shape, last = self.arena, self.shape, self.last_prompt
+        arena, shape = self.arena, self.shape
         held = arena.layout().held
         rows = int(held.sum())
         mean = rows / held.numel()
@@ -662,10 +645,10 @@ class KVCache:
             full_bytes=full_cache_bytes(shape, self.position, self.dtype.itemsize),
             held_bytes=rows * arena.row_nbytes(),
             allocated_bytes=self._allocated,
-            peak_bytes=last.peak_bytes,
+            peak_bytes=self.peak,
             state_bytes=rows * arena.row_nbytes(arena.extra),
             evicted=round(self.position - mean),
-            shaped=last.shaped,
+            shaped=self.state.outcome.shaped,
             gaps=rows < full_cache_rows(shape, self.position),
         )
 

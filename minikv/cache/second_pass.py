@@ -69,8 +69,9 @@ class SecondPass:
 
     def take(self, tier: Tier, chunk: int) -> int:
         """See `Prefill`."""
-        self.tier = tier
-        return self._reading.take(tier, chunk)
+        self.tier, given = tier, self._reading.take(tier, chunk)
+        self.plan = replace(self.plan, given=given)
+        return given
 
     @property
     def layer_complete(self) -> bool:

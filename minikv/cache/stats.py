@@ -105,20 +105,6 @@ class Fidelity:
     output_error_layer: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptFigures:
-    """What the last prompt cost. evict_s: seconds that eviction took. peak_bytes and shaped: see
-    `CacheStats`. lost_*: share of the observed queries' attention mass that fell on evicted rows
-    (an estimate; None: not measured)."""
-
-    evict_s: float
-    peak_bytes: int
-    shaped: bool
-    lost_mean: float | None
-    lost_max: float | None
-    lost_layer: int | None
-
-
 class Stopwatch:
     """Sums the seconds spent inside `running`. On CUDA it measures with events, so only `total`
     waits for the device."""

@@ -66,7 +66,7 @@ class Header:
     layers: int
     heads: int
     columns: Columns
-    identity: Mapping[str, object]
+    identity: Mapping[str, object] = field(default_factory=dict)
     about: str = field(default="", compare=False)
 
     def part(self, rows: int) -> int:
@@ -134,7 +134,9 @@ def parsed(data: bytes, name: str) -> tuple[Header, list[Segment], list[int]]:
         ids, segments = made["ids"], made["segments"]
         files = made.get("files", [0] * len(segments))
         places = [n for begin, rows, _ in segments for n in (begin, rows)]
-        _check(header.layers, header.part(1), *ids, *files, *places)
+        counts = header.layers, header.part(1), *ids, *files, *places
+        if not all(type(n) is int and -1 <= n < 1 << 40 for n in counts):
+            raise ValueError(counts)
         ends = [*(begin for begin, _, _ in segments), len(ids)]
         if ends[0] or not columns or min(header.layers, header.heads) < 1:
             raise ValueError("rows without a segment, a column, a layer or a head")
@@ -150,11 +152,6 @@ def parsed(data: bytes, name: str) -> tuple[Header, list[Segment], list[int]]:
         return header, segments, ids
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TierError(f"{name} does not say what it is") from None
-
-
-def _check(*numbers: object) -> None:
-    if not all(type(n) is int and -1 <= n < 1 << 40 for n in numbers):
-        raise ValueError(numbers)
 
 
 def is_open(path: Path) -> bool:
@@ -224,11 +221,7 @@ class FileRows:
     def create(
         cls,
         path: Path,
-        layers: int,
-        heads: int,
-        columns: Columns,
-        identity: Mapping[str, object] | None = None,
-        about: str = "",
+        header: Header,
         *,
         named: bool = True,
         pinned: bool = False,
@@ -236,7 +229,7 @@ class FileRows:
         """Create a tier that only the user can read. named: as a directory; otherwise as a file
         whose name is removed at once, so that it is deleted with the process. pinned: for a GPU.
         Raises TierError, also if the path exists; then nothing was created."""
-        header, folder = Header(layers, heads, columns, identity or {}, about), None
+        folder = None
         with _as_tier_error(path), contextlib.ExitStack() as undo:
             opened = undo.enter_context(contextlib.ExitStack())
             if named:
@@ -260,7 +253,9 @@ class FileRows:
             folder = _opened(path, _FOLDER, opened)
             if not shared:
                 _lock(folder, path)
-            header, segments, ids = parsed(_read_manifest(folder), path.name)
+            manifest = os.open(_MANIFEST, os.O_RDONLY | _SAFE, dir_fd=folder)
+            with os.fdopen(manifest, "rb") as file:
+                header, segments, ids = parsed(file.read(_MOST_BYTES) or b"", path.name)
             handle = _opened(_ROWS, _SAFE | (os.O_RDONLY if shared else os.O_RDWR), opened, folder)
             made = cls(path, header, handle, folder, opened.pop_all(), pinned=pinned)
             made._open_bases(max((one.file for one in segments), default=0))
@@ -526,12 +521,6 @@ def _lock(folder: int, path: Path) -> None:
         raise TierError(f"{path.name} is open in another minikv") from None
     except OSError:
         return
-
-
-def _read_manifest(folder: int) -> bytes:
-    """Raises OSError."""
-    with os.fdopen(os.open(_MANIFEST, os.O_RDONLY | _SAFE, dir_fd=folder), "rb") as file:
-        return file.read(_MOST_BYTES) or b""
 
 
 def _replace_manifest(folder: int, data: bytes) -> None:

@@ -1,12 +1,10 @@
 """Decides what a chat reads for the next question: `plan`, a pure function of plain values.
 
-Below it: how messages become tokens (`Composer`), and how a text that is too long is refused
-without tokenizing it (`MinTokens`).
+Below it: how messages become tokens (`Composer`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -20,7 +18,6 @@ from minikv.chat.transcript import (
     Message,
     Stored,
     Template,
-    Tokenizer,
     TokenLog,
     Turn,
     rendered,
@@ -365,68 +362,22 @@ def _fits(found: PromptPlan, history: History, settings: PlanSettings) -> bool:
 
 def refuse(found: PromptPlan, history: History, settings: PlanSettings) -> None:
     """Raise ContextError if the prompts do not fit."""
-    if not _fits(found, history, settings):
-        seen = len(history.fed)
-        used, most = found.behind(seen), settings.max_context
-        raise too_long("needs", found.length, used, seen, most, drops=settings.drops)
-
-
-def too_long(
-    verb: str, tokens: int, used: int, seen: int, max_context: int, *, drops: bool = False
-) -> ContextError:
-    """The error for a prompt of `tokens` tokens, if the cache has seen `seen`. used: positions that
-    stay in use. drops: the oldest turns may leave, which does not suffice."""
-    room = max(max_context - used - 1, 0)
+    if _fits(found, history, settings):
+        return
+    seen, most = len(history.fed), settings.max_context
+    used = found.behind(seen)
     by_chat = f", {used:,} of them used by this chat" if used else ""
     choices = ["a shorter document", "a model with a longer context"]
     if seen:
         choices.insert(0, "a new conversation (`chat.reset()`)")
-    if seen and not drops:
+    if seen and not settings.drops:
         choices.insert(0, 'one without its oldest turns (`chat.overflow = "drop"`)')
     some, last = ", ".join(choices[:-1]), choices[-1]
-    return ContextError(
-        f"the prompt {verb} {tokens:,} tokens and {room:,} are left: this model was trained "
-        f"for {max_context:,} positions{by_chat}",
+    raise ContextError(
+        f"the prompt needs {found.length:,} tokens and {max(most - used - 1, 0):,} are left: this "
+        f"model was trained for {most:,} positions{by_chat}",
         f"eviction does not extend that, and nothing was cut; choose {some} or {last}",
     )
-
-
-class MinTokens:
-    """Refuses a text that is too long without tokenizing it, by a lower bound of its tokens.
-
-    No token stands for more bytes than the longest one, so a text has at least `bytes / longest`
-    tokens. This is true only if tokenizing loses nothing. A tokenizer that drops characters, or
-    puts several unknown ones in one token, is detected by a test string and gets no bound.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._longest: float | None = None  # known once the vocabulary was looked through
-
-    def refuse(self, text: str, seen: int, left: int, max_context: int) -> None:
-        """Raise ContextError for a text that cannot fit. seen: tokens that the cache has seen.
-        left: positions that are left, with the pending token counted as used."""
-        size = len(text.encode())
-        if size <= left:  # it fits even with one token per byte
-            return
-        if self._longest is None:
-            self._longest = longest_token(self._tokenizer) or math.inf
-        if (least := int(size / self._longest)) > left:
-            raise too_long("needs at least", least, seen, seen, max_context)
-
-
-# Characters that hardly any vocabulary has, and white space that a lossy normalizer would shorten.
-_RARE = "".join(chr(0xF0000 + i) for i in range(40))
-_LOSSLESS = f"a{_RARE}b  \t\n\n  c{' ' * 40}Ａﬁé e\u0301"
-
-
-def longest_token(tokenizer: Tokenizer) -> int | None:
-    """An upper bound of the UTF-8 bytes that one token stands for; None if there is none."""
-    if tokenizer.decode(tokenizer.encode(_LOSSLESS)) != _LOSSLESS:
-        return None
-    # A part of a character decodes to U+FFFD, three bytes, which is never shorter than the part.
-    # One more: a leading space may be dropped from a text that begins with this token.
-    return 1 + max(len(tokenizer.decode([id]).encode()) for id in range(tokenizer.vocab))
 
 
 # -- from messages to tokens -------------------------------------------------------------------

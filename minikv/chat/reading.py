@@ -18,7 +18,8 @@ from torch import Tensor
 from minikv import pages
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.plan import PassCost
-from minikv.cache.stats import Fidelity, PromptFigures
+from minikv.cache.snapshot import State
+from minikv.cache.stats import Fidelity
 from minikv.cache.tier_rows import TierError
 from minikv.chat.fitting import too_much
 from minikv.chat.plan import PROBES, PlanSettings, PromptPlan
@@ -119,7 +120,7 @@ class Reader:
         """Feed the prompts. `Engine.prompt` undoes one prompt; if there are several, or they
         replace the content of the cache, the old cache is kept until all of them were read."""
         began, engine, kv = perf_counter(), self.tools.engine, self.tools.engine.kv
-        replaces, gaps, found = plan.anew and kv.position > 0, False, list[PromptFigures]()
+        replaces, gaps, found = plan.anew and kv.position > 0, False, list[tuple[State, int]]()
         done, work, coming = 0, 0, plan.length  # tokens of the parts before, of this one, and after
 
         def between_chunks(so_far: int, of: int) -> None:
@@ -156,7 +157,7 @@ class Reader:
                     turn = max(1, len(part) - plan.begins) if plan.begins else None
                     asks, room = plan.asks and last, self.room if last else 1
                     logits = engine.prompt(part, between_chunks, room, asks, turn)
-                found.append(kv.last_prompt)
+                found.append((kv.state, kv.peak))
                 done += max(work, len(part))
             read = perf_counter()
             fidelity = self._fidelity(plan, logits)
@@ -171,14 +172,15 @@ class Reader:
         # counts the old rows itself.
         kept = before.arena.nbytes
         first = kept if replaces and not plan.recalled else 0
-        peaks = [each.peak_bytes + (kept if number else first) for number, each in enumerate(found)]
+        peaks = [peak + (kept if number else first) for number, (_, peak) in enumerate(found)]
+        outcomes = [state.outcome for state, _ in found]
         return Read(
             read - began,
             logits,
-            sum(each.evict_s for each in found),
+            sum(state.evict_s for state, _ in found),
             max(peaks),
-            any(each.shaped for each in found[:-1]),
-            _loss(found[-1], gaps=gaps),
+            any(outcome.shaped for outcome in outcomes[:-1]),
+            _loss(outcomes[-1].lost, gaps=gaps),
             fidelity,
             fidelity_s,
         )
@@ -297,12 +299,13 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
     return made
 
 
-def _loss(figures: PromptFigures, *, gaps: bool) -> Loss:
-    """An estimate, which does not include rows that had left before the prompt (`gaps`)."""
-    if gaps:
-        return Loss(None, None, None, UNKNOWN)
-    method = None if figures.lost_mean is None else "window"
-    return Loss(figures.lost_mean, figures.lost_max, figures.lost_layer, method)
+def _loss(layers: Sequence[float | None], *, gaps: bool) -> Loss:
+    """An estimate, which does not include rows that had left before the prompt (`gaps`). layers:
+    see `Outcome.lost`."""
+    lost = [(share, layer) for layer, share in enumerate(layers) if share is not None]
+    if gaps or not lost:
+        return Loss(None, None, None, UNKNOWN if gaps else None)
+    return Loss(sum(share for share, _ in lost) / len(lost), *max(lost), "window")
 
 
 def foreseen(kv: KVCache, plan: PromptPlan) -> int:

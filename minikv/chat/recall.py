@@ -37,26 +37,11 @@ class Place:
 
 
 def somewhere() -> Place:
-    """A new file in the directory for temporary files, or in /var/tmp if that directory is in
-    memory."""
-    folder = Path(tempfile.gettempdir())
-    if _in_memory(folder) and os.access("/var/tmp", os.W_OK):
-        folder = Path("/var/tmp")
+    """A new file in $TMPDIR, or in /var/tmp, whose files take no memory, as those of /tmp may."""
+    folder = Path("/var/tmp")
+    if "TMPDIR" in os.environ or not os.access(folder, os.W_OK):
+        folder = Path(tempfile.gettempdir())
     return Place(folder / f"minikv-{os.getpid()}-{secrets.token_hex(4)}.kv")
-
-
-def _in_memory(folder: Path, mounts: Path = Path("/proc/mounts")) -> bool:
-    """Whether the files of this directory take memory, not disk."""
-    try:
-        lines = [line.split() for line in mounts.read_text().splitlines()]
-    except OSError:  # not Linux
-        return False
-    real = folder.resolve()
-    kinds = {Path(line[1].replace("\\040", " ")): line[2] for line in lines if len(line) > 2}
-    return kinds.get(next((one for one in (real, *real.parents) if one in kinds), real)) in (
-        "tmpfs",
-        "ramfs",
-    )
 
 
 class Recall:
@@ -282,17 +267,11 @@ class Recall:
 
     def _file_at(self, place: Place, columns: Columns | None = None, about: str = "") -> FileRows:
         """Create an empty file that is removed when it is closed. Raises TierError."""
-        kv = self._kv
-        rows = FileRows.create(
-            place.path,
-            kv.shape.layers,
-            kv.shape.kv_heads,
-            columns or self.columns,
-            place.identity,
-            about,
-            named=place.named,
-            pinned=kv.device.type == "cuda",
+        shape, pinned = self._kv.shape, self._kv.device.type == "cuda"
+        header = Header(
+            shape.layers, shape.kv_heads, columns or self.columns, place.identity, about
         )
+        rows = FileRows.create(place.path, header, named=place.named, pinned=pinned)
         rows.kept = False
         return rows
 

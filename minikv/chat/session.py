@@ -36,7 +36,6 @@ from minikv.chat.fitting import fit_words
 from minikv.chat.plan import (
     Composer,
     History,
-    MinTokens,
     PlanSettings,
     PromptPlan,
     Question,
@@ -71,7 +70,6 @@ from minikv.chat.transcript import (
     TokenLog,
     Turn,
     system_messages,
-    user_message,
 )
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
@@ -166,7 +164,6 @@ class ChatSession(ConversationView):
             (Sampling(), own) if isinstance(own, str) else (own or Sampling(), "")
         )
         self.words: Callable[[str], str] = str
-        self._min_tokens = MinTokens(tokenizer)
         self._cancelling = Cancelling()
         self.undo_turns, self.undo_bytes = 0, UNDO_BYTES
         self._before_reading: SharedSnapshot | None = None
@@ -210,7 +207,12 @@ class ChatSession(ConversationView):
             self.recall.clear()
         elif same and not left:
             return
-        elif same and not odd and finished > 0 and (ids := self._tokens_of(finished)):
+        elif (
+            same
+            and not odd
+            and finished > 0
+            and (ids := self._now.before(finished, self.template).log.ids)
+        ):
             kv.cut(min(len(ids), self.reports[finished - 1].tokens.seen_total))
             log, turns = TokenLog(ids, kv.position), self.turns[:finished]
             curve = self.curve[: 2 * finished]
@@ -222,11 +224,6 @@ class ChatSession(ConversationView):
         self._now = replace(now, noticed=self._now.noticed)
         self.verified = self._told_auto = None
         self.keeps_cache = False
-
-    def _tokens_of(self, finished: int) -> tuple[int, ...]:
-        """The tokens of the first `finished` turns; () if that is not clear."""
-        now = self._now.snapshot(None, self.eviction, self.seed)
-        return now.before(finished, self.template).tokens
 
     @changes
     def refresh(self, *, wanted: bool = True) -> None:
@@ -277,7 +274,11 @@ class ChatSession(ConversationView):
     def snapshot(self) -> ChatSnapshot:
         """A copy of the chat between two turns. After `restore`, every answer is bit-identical.
         Copies the rows in use to host memory."""
-        return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
+        return self._copied()
+
+    def _copied(self) -> ChatSnapshot:
+        held = self.engine.kv.snapshot()
+        return ChatSnapshot(held, self.eviction, self.seed, self._now.copied())
 
     @changes
     def restore(self, snapshot: ChatSnapshot) -> None:
@@ -315,8 +316,8 @@ class ChatSession(ConversationView):
         reads the remaining conversation again. Raises UsageError if there are fewer turns; then
         nothing changes.
         """
-        now, baseline = self._now.snapshot(None, self.eviction, self.seed), self.baseline_tok_s
-        snapshot, restored = taken_back(self._now, turns, now, self.template)
+        baseline, now = self.baseline_tok_s, (self.eviction, self.seed, self.template)
+        snapshot, restored = taken_back(self._now, turns, *now)
         self._restore(snapshot, self.eviction, self.seed, restored)
         self.baseline_tok_s = baseline
         return restored.undone
@@ -546,14 +547,6 @@ class ChatSession(ConversationView):
         began, told = perf_counter(), Warnings(self.words, notice)
         self.guard.question = question
         chosen, known, tokens = self.eviction, self.engine.kv.stats(), settings.max_tokens
-        most, text = self.max_context, user_message(self.pending, question).content
-        seen, room = self.log.seen, self.room
-        if self.overflow == "drop":  # what was said before may leave
-            seen, room = 0, most
-        elif self.log.cut or not seen:  # all of it is read
-            text = "".join([*(message.content for message in self.messages), text])
-            seen, room = 0, most
-        self._min_tokens.refuse(text, seen, room, most)
         try:  # after an error in here, the chat is as it was
             base, new = self._continuing.continued(self._now, question, tokens)
             found = self._plan(base, new, tokens, told)
@@ -740,7 +733,7 @@ class ChatSession(ConversationView):
         be too large, or memory runs out; the question is answered in any case."""
         if self.undo_turns > 0 and nbytes <= self.undo_bytes:
             with contextlib.suppress(MemoryError, RuntimeError):
-                return self._now.snapshot(self.engine.kv.snapshot(), self.eviction, self.seed)
+                return self._copied()
         return None
 
     def _copies(self, base: Conversation, copy: ChatSnapshot | None) -> Mapping[int, ChatSnapshot]:

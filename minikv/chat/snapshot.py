@@ -32,50 +32,19 @@ class ChatSnapshot:
     """A chat between two turns.
 
     held: its cache, which has seen the first of its tokens; None if the next question reads the
-    whole conversation again, or recalls it from the tier. opened_with: the messages before its
-    turns: the system prompt, or those of `follow`. tokens: of the conversation, as they were read
-    and written, as far as they are known. The other fields are those of `ChatSession`.
+    whole conversation again, or recalls it from the tier. said: the conversation, of which nothing
+    changes any more. The other fields are those of `ChatSession`.
     """
 
     held: CacheSnapshot | None
     eviction: EvictionConfig
     seed: int
-    opened_with: tuple[Message, ...] = ()
-    turns: tuple[Turn, ...] = ()
-    pending: tuple[Document, ...] = ()
-    tokens: tuple[int, ...] = ()
-    curve: tuple[tuple[int, int, int], ...] = ()
-    rereads: bool = False
+    said: Conversation
 
     @property
     def nbytes(self) -> int:
         """Bytes of the copied cache."""
         return 0 if self.held is None else self.held.nbytes
-
-    def before(self, finished: int, template: Template) -> ChatSnapshot:
-        """The chat after its first `finished` turns, without its cache. The documents of the turn
-        after these are pending for the next question."""
-        return ChatSnapshot(
-            None,
-            self.eviction,
-            self.seed,
-            self.opened_with,
-            self.turns[:finished],
-            self.turns[finished].documents,
-            self._tokens(finished, template),
-            self.curve[: 2 * finished],
-        )
-
-    def _tokens(self, finished: int, template: Template) -> tuple[int, ...]:
-        """The tokens of the conversation after its first `finished` turns, with the pending token
-        if there was one. Empty if it is not clear where the later turns begin."""
-        if not finished:
-            return ()
-        question = said(self.opened_with, self.turns[: finished + 1])[:-1]
-        after = tuple(template.following(question))
-        seen = self.turns[finished - 1].report.tokens.seen_total
-        ends = [n for n in (seen, seen + 1) if self.tokens[n : n + len(after)] == after]
-        return self.tokens[: ends[0]] if ends else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +52,15 @@ class Conversation:
     """A conversation; see `ChatSession` for what is not described here. It is replaced as a whole,
     by one assignment, so that an interrupt finds it as it was before the turn or as it is after it.
 
-    conversation: counts those of a chat. opened_with: see `ChatSnapshot`. asked: the turn under
-    way, once its question was read; its record has no answer yet. copies: of the chat, by the
+    conversation: counts those of a chat. opened_with: the messages before its turns: the system
+    prompt, or those of `follow`. log: of its tokens, as far as they are known. asked: the turn
+    under way, once its question was read; its record has no answer yet. copies: of the chat, by the
     number of turns finished before. noticed: how many notices of the engine the user has seen.
     closing(): the conversation after the turn under way, however that ended; it changes nothing, so
     it may be called again. None between turns.
     """
 
-    conversation: int
+    conversation: int = 0
     opened_with: tuple[Message, ...] = ()
     turns: list[Turn] = field(default_factory=list)
     pending: list[Document] = field(default_factory=list)
@@ -153,34 +123,48 @@ class Conversation:
     def known(self) -> list[int]:
         return self.log.known
 
-    def snapshot(
-        self, held: CacheSnapshot | None, eviction: EvictionConfig, seed: int
-    ) -> ChatSnapshot:
-        """A copy of this conversation."""
-        return ChatSnapshot(
-            held,
-            eviction,
-            seed,
+    def copied(self) -> Conversation:
+        """A copy of this conversation between two turns, of which the cache has seen nothing."""
+        return Conversation(
+            self.conversation,
             self.opened_with,
-            tuple(self.turns),
-            tuple(self.pending),
-            tuple(self.log.ids),
-            tuple(self.curve),
+            list(self.turns),
+            list(self.pending),
+            TokenLog(self.log.ids),
+            list(self.curve),
             self.rereads,
+            noticed=self.noticed,
         )
 
     def restored(self, held: ChatSnapshot) -> Conversation:
         """The conversation of this snapshot of the same chat."""
-        return Conversation(
-            self.conversation,
-            held.opened_with,
-            list(held.turns),
-            list(held.pending),
-            TokenLog(held.tokens, 0 if held.held is None else held.held.state.position),
-            list(held.curve),
-            held.rereads,
-            noticed=self.noticed,
+        seen = 0 if held.held is None else held.held.state.position
+        log = TokenLog(held.said.log.ids, seen)
+        count, noticed = self.conversation, self.noticed
+        return replace(held.said.copied(), conversation=count, log=log, noticed=noticed)
+
+    def before(self, finished: int, template: Template) -> Conversation:
+        """The conversation after its first `finished` turns, of which the cache has seen nothing.
+        The documents of the turn after these are pending for the next question."""
+        return replace(
+            self.copied(),
+            turns=self.turns[:finished],
+            pending=[*self.turns[finished].documents],
+            log=TokenLog(self._tokens(finished, template)),
+            curve=self.curve[: 2 * finished],
+            rereads=False,
         )
+
+    def _tokens(self, finished: int, template: Template) -> list[int]:
+        """The tokens of the conversation after its first `finished` turns, with the pending token
+        if there was one. Empty if it is not clear where the later turns begin."""
+        if not finished:
+            return []
+        question, ids = said(self.opened_with, self.turns[: finished + 1])[:-1], self.log.ids
+        after = list(template.following(question))
+        seen = self.turns[finished - 1].report.tokens.seen_total
+        ends = [n for n in (seen, seen + 1) if ids[n : n + len(after)] == after]
+        return ids[: ends[0]] if ends else []
 
     def without(self, turns: int) -> Conversation:
         """The conversation without its first turns, and before anything of it is read. What they
@@ -267,11 +251,11 @@ def refuse_continuation(
 
 
 def taken_back(
-    now: Conversation, turns: int, copy: ChatSnapshot, template: Template
+    now: Conversation, turns: int, eviction: EvictionConfig, seed: int, template: Template
 ) -> tuple[ChatSnapshot, Conversation]:
     """The chat before its last `turns` turns, with its cache if there is a copy of it; and the
-    conversation that goes on from there. copy: of `now`. Raises UsageError if there are fewer
-    turns."""
+    conversation that goes on from there. eviction and seed: the present ones. Raises UsageError if
+    there are fewer turns."""
     count = len(now.turns)
     checks.whole("turns", turns)
     if turns < 1:
@@ -284,7 +268,9 @@ def taken_back(
         have = "1 turn" if count == 1 else f"{count:,} turns"
         raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
     finished = count - turns
-    snapshot = now.copies.get(finished) or copy.before(finished, template)
+    snapshot = now.copies.get(finished)
+    if snapshot is None:
+        snapshot = ChatSnapshot(None, eviction, seed, now.before(finished, template))
     restored, undone = now.restored(snapshot), now.turns[finished:]
     rereads = restored.rereads or now.rereads or undone[0].report.reuse == "refresh"
     waiting = [document for document in now.pending if document not in restored.pending]

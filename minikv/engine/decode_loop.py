@@ -124,12 +124,6 @@ class DecodeLoop:
         """Whether steps already run as a CUDA graph."""
         return bool(self._replays) and isinstance(self._capture, CudaGraphs)
 
-    def stop(self) -> None:
-        """End the loop. The cache is then up to date with the last token that was fed and
-        counted."""
-        self._kv.settle()
-        self._kv.before_settling = None
-
     def _finish(self) -> None:
         """End the step of the last token that was fed. Called before the cache is read. If that
         fails, the cache is dropped."""

@@ -96,7 +96,7 @@ class Engine:
             space = min(room, max(1, left - len(ids)))
             kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
             logits = self._read(ids, progress)
-            kv.advance(len(ids))
+            kv.end(len(ids))
         return logits
 
     def _read(self, ids: Sequence[int], progress: Callable[[int, int], None] | None) -> Tensor:
@@ -105,7 +105,7 @@ class Engine:
         reading = self.kv.reading
         if isinstance(reading, Prefill) and reading.glancing:
             reading.predict(self._predicted(ids))
-        logits = self.network.forward(self._tensor(ids), _Withheld(self.kv))
+        logits = self.network.forward(self._tensor(ids), self.kv)
         _check(logits, "reading the prompt")
         texts = reading.texts(ids, progress) if isinstance(reading, SecondPass) else ()
         for repeat, text in texts:
@@ -127,9 +127,9 @@ class Engine:
         left = self._fitting(len(ids), 0)
         with self._whole(progress):
             given = kv.recall(len(ids), min(room, max(1, left - len(ids))), begins)
-            logits = self.network.forward(self._tensor(ids[given:]), _Withheld(kv, given))
+            logits = self.network.forward(self._tensor(ids[given:]), kv)
             _check(logits, "reading the prompt")
-            kv.advance(len(ids) - given)
+            kv.end(len(ids) - given)
         return logits
 
     def fidelity(self, token: int, logits: Tensor, vocab: int) -> Fidelity:
@@ -183,7 +183,7 @@ class Engine:
         """float32 [T]: the probability that the network gives to each token of a prompt; 0 for the
         first one, because no token of the prompt comes before it."""
         network, fed = cast(Predicting, self.network), self._tensor(ids)
-        hidden, lo = network.hidden(fed, _Withheld(self.kv)), 0
+        hidden, lo = network.hidden(fed, self.kv), 0
         found, rows = torch.zeros(len(ids), device=fed.device), 1
         while lo < len(ids) - 1:
             hi = min(lo + rows, len(ids) - 1)
@@ -203,9 +203,9 @@ class Engine:
         """
         self._refuse_full()
         with self._whole():
-            logits = self.network.forward(self._tensor([token]), _Withheld(self.kv))
+            logits = self.network.forward(self._tensor([token]), self.kv)
             _check(logits, "writing the answer")
-            self.kv.advance(1)
+            self.kv.end(1)
         return logits
 
     def next(
@@ -235,10 +235,10 @@ class Engine:
             return found
         kv = self.kv
         with self._whole():
-            logits = self.network.forward(self._tensor([token]), _Withheld(kv))
+            logits = self.network.forward(self._tensor([token]), kv)
             # This also checks the logits: the token counts only after that.
             found = pick(logits, vocab, sampling, seed, kv.position + 1, kv.ops, recent)
-            kv.advance(1)
+            kv.end(1)
         return found
 
     def _refuse_full(self) -> None:
@@ -255,34 +255,6 @@ class Engine:
 
     def _tensor(self, ids: Sequence[int]) -> Tensor:
         return torch.tensor(ids, dtype=torch.int64, device=self.kv.device)
-
-
-class _Withheld:
-    """The cache as `Attend` whose `advance` does nothing: the engine checks the logits first, and
-    then calls the cache's `advance`."""
-
-    def __init__(self, kv: KVCache, position: int | None = None) -> None:
-        self.position = kv.position if position is None else position
-        self.attend = kv.attend
-        self._kv = kv
-
-    @property
-    def watch(self) -> Callable[[Tensor], None] | None:
-        """See `Attend`."""
-        return self._kv.watch
-
-    @property
-    def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
-        """See `Attend`."""
-        return self._kv.attend_unrotated
-
-    @property
-    def step_arena(self) -> Callable[[], object | None] | None:
-        """See `Attend`."""
-        return self._kv.step_arena
-
-    def advance(self, tokens: int) -> None:
-        """Does nothing: the engine calls the cache's `advance`."""
 
 
 def _check(logits: Tensor, doing: str) -> None:

@@ -122,7 +122,7 @@ def _talk(kv: KVCache, network: Network) -> None:
     loop = DecodeLoop(network, small, Eager())
     for token, sampling in enumerate((Sampling(), Sampling(), Sampling(1.0))):
         loop.feed(token, len(found), sampling, 0, ahead=False)
-    loop.stop()
+    small.settle()
     for tokens in _LATER:
         engine.prompt(_ids(tokens))
 

@@ -68,29 +68,3 @@ def test_segments_that_were_just_laid_hold_nothing() -> None:
     assert arena.capacity.tolist() == [[10, 20, 30], [40, 0, 50]]
     assert (arena.length == 0).all()
     assert (arena.free_slot == -1).all()
-
-
-def test_no_more_is_held_than_asked_for_and_the_oldest_rows_leave() -> None:
-    """But for sinks, pinned rows and what is no row any more; every column goes along."""
-    arena = filled([60, 60], [[10, 20, 5], [10, 0, 5]], None)
-    for layer, head in itertools.product(range(2), range(HEADS)):
-        pos = arena.segment("pos", layer, head)
-        pos.copy_(torch.arange(len(pos)).flip(0))
-        arena.segment("sum", layer, head).copy_(pos)
-    arena.free_slot[0, 0] = arena.start[0, 0] + 1  # position 8
-    cap = torch.tensor([[6, 30, 5], [4, 6, 1]])
-    arena.cap.copy_(cap)
-    most = torch.tensor([[6, 8, 5], [4, 6, 1]])
-    for sinks, pinned in ((2, 0), (0, 2), (2, 1)):
-        made = arena.trimmed(sinks, pinned, most)
-        held = [[0, 1, 5, 6, 7, 9], [0, 1, *range(14, 20)], [*range(5)]]
-        held += [[0, 1, 8, 9], [], [1]]
-        for i, want in enumerate(held):
-            for name in ("pos", "sum"):
-                assert sorted(made.segment(name, *divmod(i, HEADS)).tolist()) == want
-        assert torch.equal(made.cap, cap)
-        assert torch.equal(made.capacity, arena.capacity)
-        assert (made.free_slot == -1).all()
-    wide = arena.trimmed(0, 0, torch.full_like(cap, 25))
-    assert wide.capacity.tolist() == [[25] * 3] * 2
-    assert torch.equal(wide.held, arena.held)

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -178,7 +179,7 @@ def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
 def feed(kv: KVCache, query: Tensor, key: Tensor) -> None:
     kv.begin(len(key))
     kv.attend(0, query, key, key)
-    kv.advance(len(key))
+    kv.end(len(key))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,10 +209,12 @@ def easykv(name: str, params: dict[str, int], *, decode: bool = False) -> StepPo
     return step("streaming", {"sinks": 4})
 
 
-@pytest.mark.parametrize("name", ["roco", "h2o", "tova", "streaming"])
-def test_easykv_blocks(name: str, tensors: dict[str, Tensor]) -> None:
-    """Its statistics begin when the cache is full: those of the first rows are cleared here."""
-    case = CASES[f"easykv_prefill_{name}"]
+def easykv_case(
+    id: str, name: str, tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, Tensor], KVCache]:
+    """What was recorded of the release, its parameters, and a cache that is full. The release's
+    statistics begin when it is: those of the first rows are cleared here."""
+    case = CASES[id]
     params = case["params"]
     data = {role: tensors[t] for role, t in case["tensors"].items()}
     heads, group, size, cap = params["Hk"], params["G"], params["d"], params["kept"]
@@ -220,10 +223,17 @@ def test_easykv_blocks(name: str, tensors: dict[str, Tensor]) -> None:
         Rules(None, easykv(name, params), Budget.parse(cap), params["stride"]),
         poison=True,
     )
-    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    feed(kv, query[:cap], key[:cap])
+    data["q"], data["k"] = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
+    feed(kv, data["q"][:cap], data["k"][:cap])
     for column in kv.arena.extra:
         kv.arena.columns[column].zero_()
+    return params, data, kv
+
+
+@pytest.mark.parametrize("name", ["roco", "h2o", "tova", "streaming"])
+def test_easykv_blocks(name: str, tensors: dict[str, Tensor]) -> None:
+    params, data, kv = easykv_case(f"easykv_prefill_{name}", name, tensors)
+    heads, cap, query, key = params["Hk"], params["kept"], data["q"], data["k"]
     held = [set(range(cap)) for _ in range(heads)]
     for event, victims in enumerate(data["victims"].tolist()):
         lo = cap + event * params["stride"]
@@ -237,19 +247,8 @@ def test_easykv_blocks(name: str, tensors: dict[str, Tensor]) -> None:
 
 
 def test_easykv_blocks_then_steps(tensors: dict[str, Tensor]) -> None:
-    case = CASES["easykv_prefill_then_decode_roco"]
-    params = case["params"]
-    data = {role: tensors[t] for role, t in case["tensors"].items()}
-    heads, group, size, cap = params["Hk"], params["G"], params["d"], params["kept"]
-    kv = KVCache(
-        Shape(1, heads, heads * group, size, (None,), 1 << 20),
-        Rules(None, easykv("roco", params), Budget.parse(cap), params["stride"]),
-        poison=True,
-    )
-    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    feed(kv, query[:cap], key[:cap])
-    for column in kv.arena.extra:
-        kv.arena.columns[column].zero_()
+    params, data, kv = easykv_case("easykv_prefill_then_decode_roco", "roco", tensors)
+    heads, cap, query, key = params["Hk"], params["kept"], data["q"], data["k"]
     feed(kv, query[cap : params["N"]], key[cap : params["N"]])
     held = [set(range(params["N"])) for _ in range(heads)]
     for event in data["victims_prefill"].tolist():
@@ -262,7 +261,7 @@ def test_easykv_blocks_then_steps(tensors: dict[str, Tensor]) -> None:
     for i, victims in enumerate(data["victims_decode"].tolist()):
         at = params["N"] + i
         kv.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        kv.advance(1)
+        kv.end(1)
         for h in range(heads):
             held[h] = (held[h] | {at}) - {victims[h]}
             assert set(kv.kept(0, h).tolist()) == held[h], f"step {i}, head {h}"

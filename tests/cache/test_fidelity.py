@@ -110,10 +110,18 @@ def slow(net: Llama, run: Engine, ids: list[int]) -> tuple[float, list[float]]:
     return kl, errors
 
 
-@pytest.mark.parametrize("policy", served())
-def test_the_figures_are_those_of_a_slow_computation(policy: str) -> None:
-    net = small.network(layers=2)
-    run = tiered(small.engine(net, policy, "roco", 48))
+@pytest.mark.parametrize(
+    ("policy", "windows", "budget"),
+    [
+        *((policy, None, 48) for policy in served()),
+        *(("adakv", windows, 37) for windows in ((None, 40), (40, 40))),
+    ],
+)
+def test_the_figures_are_those_of_a_slow_computation(
+    policy: str, windows: tuple[int | None, ...] | None, budget: int
+) -> None:
+    net = small.network(layers=2, windows=windows)
+    run = tiered(small.engine(net, policy, "roco", budget))
     ids = small.ids(TOKENS)
     found = run.fidelity(ids[-1], run.recall(ids), small.VOCAB)
     kl, errors = slow(net, run, ids)
@@ -143,17 +151,6 @@ def test_a_later_question_and_heads_without_the_tokens_row(policy: str) -> None:
         for h in range(shape.kv_heads)
     ]
     assert all(own) == (policy == "snapkv")
-    kl, errors = slow(net, run, ids)
-    assert found.kl_first_token == pytest.approx(kl, rel=1e-3, abs=1e-6)
-    assert found.output_error_mean == pytest.approx(sum(errors) / 2, rel=1e-4)
-
-
-@pytest.mark.parametrize("windows", [(None, 40), (40, 40)])
-def test_sliding_windows(windows: tuple[int | None, ...]) -> None:
-    net = small.network(layers=2, windows=windows)
-    run = tiered(small.engine(net, "adakv", "roco", 37))
-    ids = small.ids(TOKENS)
-    found = run.fidelity(ids[-1], run.recall(ids), small.VOCAB)
     kl, errors = slow(net, run, ids)
     assert found.kl_first_token == pytest.approx(kl, rel=1e-3, abs=1e-6)
     assert found.output_error_mean == pytest.approx(sum(errors) / 2, rel=1e-4)

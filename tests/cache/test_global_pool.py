@@ -104,8 +104,8 @@ def test_the_best_rows_of_all_layers_stay(
                 assert pos == sorted(pos) == found[layer][h]
                 for column in arena.extra:
                     assert bool(torch.isfinite(arena.segment(column, layer, h).float()).all())
-        lost = cache.last_prompt.lost_max
-        assert (lost is not None) == (sum(sizes) == 270 and name != "l2")
+        measured = any(lost is not None for lost in cache.state.outcome.lost)
+        assert measured == (sum(sizes) == 270 and name != "l2")
         for token in ids(6, seed=turn):
             assert bool(torch.isfinite(run.step(token)).all())
     assert spread_out
@@ -132,11 +132,11 @@ def test_what_each_layer_lost_is_the_attention_of_the_rows_that_left(
     run = Engine(net, over(net, Rules(spied, None, Budget.parse(15))))
     for turn in range(2):
         run.prompt(ids(60, seed=turn))
-        for layer, lost in enumerate(run.kv.lost):
+        for layer, lost in enumerate(run.kv.state.outcome.lost):
             heads = enumerate(shares[layer])
             stayed = [sum(given[p] for p in run.kv.kept(layer, h).tolist()) for h, given in heads]
             assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
-    assert len({*run.kv.lost}) == 3
+    assert len({*run.kv.state.outcome.lost}) == 3
 
 
 def test_the_tables_say_where_the_rows_lie() -> None:

@@ -24,6 +24,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.second_pass import SecondPass
+from minikv.cache.snapshot import Outcome
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
@@ -408,7 +409,7 @@ def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
     net = network(windows=(70, 70, 70))
     run = engine(net, "adakv", "roco", 67)
     run.prompt(ids(100))
-    lost = run.kv.last_prompt.lost_max
+    lost = max(run.kv.state.outcome.lost)  # type: ignore[type-var]
     assert lost is not None
     assert 0 < lost < 2 / 69  # less than an even share of the attention
 
@@ -446,11 +447,9 @@ def test_what_is_told_of_a_prompt_under_way_and_after_it() -> None:
     run.step(5)
     run.prompt(ids(9))
     assert kv.state.turns == ((0, 60), (61, 70))
-    lost = kv.lost
+    lost = kv.state.outcome.lost
     assert len(lost) == 3
     assert all(share is not None and 0 < share < 1 for share in lost)
-    assert kv.last_prompt.lost_max == max(lost)  # type: ignore[type-var]
-    assert kv.last_prompt.lost_layer == lost.index(kv.last_prompt.lost_max)
 
 
 @pytest.mark.parametrize("window", [None, 30, 90])
@@ -555,12 +554,11 @@ def test_what_fits_a_window_and_the_budget_is_not_judged() -> None:
     windows = (64, None, 24)
     run = engine(network(windows=windows), "snapkv", "roco", 40, prompt_options={"window": 8})
     run.prompt(ids(20))
-    assert run.kv.last_prompt.lost_max is None
-    assert not run.kv.last_prompt.shaped
+    assert run.kv.state.outcome == Outcome((None, None, None))
     assert [row.unique().tolist() for row in run.kv.arena.cap] == [[40], [40], [24]]
     run.prompt(ids(60, seed=1))
-    assert run.kv.last_prompt.lost_max is not None
-    assert run.kv.last_prompt.shaped
+    assert any(run.kv.state.outcome.lost)
+    assert run.kv.state.outcome.shaped
 
 
 @pytest.mark.parametrize("name", ["l2", "streaming", "snapkv", "snapkv+global"])

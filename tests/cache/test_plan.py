@@ -20,7 +20,7 @@ from minikv.cache.plan import Plan, Prompt, RowsBefore, Setup, peak, plan_prompt
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
-from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_file import FileRows, Header
 from minikv.cache.tier_rows import columns_of
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine, likely
@@ -222,14 +222,14 @@ def cache(
 def keeps_its_promise(kv: KVCache, most: int, bound: float = 1.05, beside: int = 0) -> None:
     """The record of the last prompt, against what was measured, without a chunk's own output.
     beside: bytes of a tier in RAM, which is counted apart."""
-    planned = kv.last_prompt.peak_bytes + beside
+    planned = kv.peak + beside
     chunk = 2 * CHUNK * kv.shape.heads * kv.shape.head_dim * 4
     assert most - chunk <= planned <= bound * most, planned / most
 
 
 def in_file(kv: KVCache, path: Path, *, coded: bool = False) -> FileRows:
     columns = columns_of(kv.shape, kv.dtype, coded)
-    return FileRows.create(path, kv.shape.layers, kv.shape.kv_heads, columns)
+    return FileRows.create(path, Header(kv.shape.layers, kv.shape.kv_heads, columns))
 
 
 @pytest.mark.parametrize(

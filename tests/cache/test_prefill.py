@@ -88,18 +88,6 @@ def test_no_failure_changes_the_old_arena(
     assert contents(run.kv.arena) == contents(twin.kv.arena)
 
 
-CHOICES = [
-    ("h2o", "roco"),
-    ("h2o+ada", None),
-    ("streaming", "roco"),
-    ("full", "h2o"),
-    ("snapkv", None),
-    ("adakv", "roco"),
-    ("nacl", "h2o"),
-    ("adakv+pyramid+turns", None),
-]
-
-
 def test_a_prompt_asks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the tables where it begins, for lengths and losses where it ends."""
     asked = []
@@ -253,34 +241,51 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
         torch.testing.assert_close(view.lengths, want)
 
 
+EVEN = [20, 20, 20]
+
+
 @pytest.mark.parametrize("kv", [None, torch.int8])
-@pytest.mark.parametrize("free", [None, 0, 1])
-@pytest.mark.parametrize("lengths", [[5, 5, 5], [5, 3, 5], [1, 5, 2], [1, 1, 1]])
+@pytest.mark.parametrize(
+    ("layer", "capacity", "lengths", "free"),
+    [
+        *(
+            (1, EVEN, lengths, free)
+            for lengths in ([5, 5, 5], [5, 3, 5], [1, 5, 2], [1, 1, 1])
+            for free in (None, 0, 1)
+        ),
+        (0, EVEN, [5, 5, 5], 0),  # the first row that there is
+        (0, EVEN, [5, 5, 5], 1),
+        (0, [20, 25, 15], [5, 5, 5], None),  # as many rows, but not at equal distances
+        (0, EVEN, [5, 0, 1], None),
+    ],
+)
 def test_a_prompt_attends_to_the_earlier_rows_that_are_held(
-    lengths: list[int], free: int | None, kv: torch.dtype | None
+    layer: int, capacity: list[int], lengths: list[int], free: int | None, kv: torch.dtype | None
 ) -> None:
-    """Whether heads are alike or not: to no padding, and to no row that was evicted."""
+    """Whether heads are alike or not: to no padding, and to no row that was evicted. free: the head
+    whose first row was. A head that holds nothing has no attention of its own."""
     arena = filled([60, 60], [lengths, lengths], kv)
+    arena.lay(torch.tensor([capacity, capacity]))
+    arena.length.copy_(torch.tensor([lengths, lengths]))
     arena.columns["pos"].copy_(torch.arange(len(arena.columns["pos"])) % 40)
     for scale in arena.scales:
         arena.columns[scale].fill_(0.01)
     if kv is None:
         arena.columns["k"] *= 0.02
     if free is not None:
-        arena.free_slot[1, free] = arena.start[1, free]
-    if arena.held[1].eq(0).any():
-        arena.length[1, free] += 1  # a head that holds nothing has no attention of its own
-    earlier = EarlierRows.of(Kernels(), arena, arena.layout(), 1)
+        arena.free_slot[layer, free] = arena.start[layer, free]
+    earlier = EarlierRows.of(Kernels(), arena, arena.layout(), layer)
     assert earlier is not None
     query = torch.randn(HEADS, 2, 4, SIZE, generator=random(1))
     out, lse = earlier.attention(Kernels(), query, torch.arange(50, 54), None)
     for h in range(HEADS):
-        rows = torch.arange(int(arena.length[1, h])) + arena.start[1, h]
-        rows = rows[rows != arena.free_slot[1, h]]
-        key, value = arena.read(Kernels(), "k", rows), arena.read(Kernels(), "v", rows)
-        logits = query[h] @ key.T * SIZE**-0.5
-        torch.testing.assert_close(out[h], logits.softmax(-1) @ value, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(lse[h], logits.logsumexp(-1))
+        rows = torch.arange(lengths[h]) + arena.start[layer, h]
+        rows = rows[rows != arena.free_slot[layer, h]]
+        if len(rows):
+            key, value = arena.read(Kernels(), "k", rows), arena.read(Kernels(), "v", rows)
+            logits = query[h] @ key.T * SIZE**-0.5
+            torch.testing.assert_close(out[h], logits.softmax(-1) @ value, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(lse[h], logits.logsumexp(-1))
 
 
 class Later(Scorer):
@@ -328,48 +333,11 @@ def test_what_each_layer_lost_is_told(name: str) -> None:
     run = Engine(net, small.over(net, Rules(made, None, Budget.parse(15))))
     for turn in range(2):
         run.prompt(small.ids(60, seed=turn))
-        for layer, lost in enumerate(run.kv.lost):
+        for layer, lost in enumerate(run.kv.state.outcome.lost):
             held = [run.kv.kept(layer, h).tolist() for h in range(3)]
             stayed = [sum(map(given[layer][h].get, held[h])) for h in range(3)]
             assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
             assert lost > 0.01
-
-
-@pytest.mark.parametrize("kv", [None, torch.int8])
-@pytest.mark.parametrize(
-    ("capacity", "lengths", "free"),
-    [
-        ([20, 20, 20], [5, 5, 5], 0),  # the first row that there is
-        ([20, 20, 20], [5, 5, 5], 20),
-        ([20, 25, 15], [5, 5, 5], None),  # as many rows, but not at equal distances
-        ([20, 20, 20], [5, 0, 1], None),
-    ],
-)
-def test_the_first_layers_earlier_rows_are_those_that_it_holds(
-    capacity: list[int], lengths: list[int], free: int | None, kv: torch.dtype | None
-) -> None:
-    arena = filled([60, 60], [lengths, [1, 1, 1]], kv)
-    arena.lay(torch.tensor([capacity, [20, 20, 20]]))
-    arena.length.copy_(torch.tensor([lengths, [1, 1, 1]]))
-    arena.columns["pos"].copy_(torch.arange(len(arena.columns["pos"])) % 40)
-    for scale in arena.scales:
-        arena.columns[scale].fill_(0.01)
-    if kv is None:
-        arena.columns["k"] *= 0.02
-    if free is not None:
-        arena.free_slot[0, free // 20] = free
-    earlier = EarlierRows.of(Kernels(), arena, arena.layout(), 0)
-    assert earlier is not None
-    query = torch.randn(HEADS, 2, 4, SIZE, generator=random(1))
-    out, lse = earlier.attention(Kernels(), query, torch.arange(50, 54), None)
-    for h in range(HEADS):
-        rows = torch.arange(lengths[h]) + arena.start[0, h]
-        rows = rows[rows != arena.free_slot[0, h]]
-        if len(rows):
-            logits = query[h] @ arena.read(Kernels(), "k", rows).T * SIZE**-0.5
-            want = logits.softmax(-1) @ arena.read(Kernels(), "v", rows)
-            torch.testing.assert_close(out[h], want, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(lse[h], logits.logsumexp(-1))
 
 
 def test_a_layer_that_holds_nothing_has_no_earlier_rows() -> None:

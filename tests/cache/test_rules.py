@@ -74,13 +74,6 @@ def test_layers_share_what_pyramidkv_says_and_a_window_bounds_it() -> None:
     assert rules("snapkv+global").layer_totals(100, 500, SHAPE, 0) is None
 
 
-def test_a_budget_that_leaves_a_layer_too_little_is_refused() -> None:
-    options = {"window": 8, "line": "official"}
-    made = EvictionConfig.read("pyramidkv", "none", 12, options).rules()
-    with pytest.raises(UsageError, match="pyramidkv leaves a layer 8 tokens per head, of which 8"):
-        made.layer_totals(12, 90, Shape(3, 2, 4, 8, (None,) * 3, 1000), 0)
-
-
 def test_what_always_has_room_is_not_read_twice() -> None:
     """Half of the budget, with all before it; of a question, half of the budget by itself."""
     made = rules("kvzip", budget="200")

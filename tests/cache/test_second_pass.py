@@ -23,7 +23,7 @@ from minikv.cache.plan import PassCost, Prompt, Setup
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
-from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_file import FileRows, Header
 from minikv.cache.tier_rows import TierError, columns_of
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError
@@ -190,7 +190,7 @@ def filed(run: Engine, path: Path, *, staged: bool = False) -> FileRows:
     staging buffer."""
     kv = run.kv
     columns = columns_of(kv.shape, kv.dtype, coded=False)
-    rows = FileRows.create(path, kv.shape.layers, kv.shape.kv_heads, columns)
+    rows = FileRows.create(path, Header(kv.shape.layers, kv.shape.kv_heads, columns))
     kv.scoring_tier = Tier(kv.shape, kv.dtype, kv.device, rows=rows)
     kv.scoring_tier._direct = not staged
     return rows

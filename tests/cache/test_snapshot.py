@@ -215,6 +215,13 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
     table[int(path[-1])] = value
 
 
+@pytest.fixture
+def held() -> CacheSnapshot:
+    run = engine(network(), "adakv", "roco", 48)
+    run.prompt(ids(90))
+    return run.kv.snapshot()
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -258,22 +265,17 @@ def spoil(record: dict[str, Any], key: str, value: object) -> None:
         ("length", [[[1]]]),
     ],
 )
-def test_a_record_that_no_cache_wrote_is_refused(key: str, value: object) -> None:
-    run = engine(network(), "adakv", "roco", 48)
-    run.prompt(ids(90))
-    held = run.kv.snapshot()
+def test_a_record_that_no_cache_wrote_is_refused(
+    held: CacheSnapshot, key: str, value: object
+) -> None:
     record = json.loads(json.dumps(held.record()))
     CacheSnapshot.read(record, held.columns)
     spoil(record, key, value)
     with pytest.raises((ValueError, TypeError)):
         CacheSnapshot.read(record, held.columns)
-    assert run.kv.stats().seen == 90
 
 
-def test_a_row_at_a_position_that_was_not_read_is_refused() -> None:
-    run = engine(network(), "adakv", "roco", 48)
-    run.prompt(ids(90))
-    held = run.kv.snapshot()
+def test_a_row_at_a_position_that_was_not_read_is_refused(held: CacheSnapshot) -> None:
     for wrong in (-1, 90, 2**40):
         columns = {**held.columns, "pos": held.columns["pos"].clone()}
         columns["pos"][7] = wrong if wrong < 2**31 else 2**31 - 1
@@ -281,11 +283,8 @@ def test_a_row_at_a_position_that_was_not_read_is_refused() -> None:
             CacheSnapshot.read(held.record(), columns)
 
 
-def test_a_head_with_rows_of_another_ones_segment_is_refused() -> None:
+def test_a_head_with_rows_of_another_ones_segment_is_refused(held: CacheSnapshot) -> None:
     """As many rows in all, but of two heads one has more than its capacity."""
-    run = engine(network(), "adakv", "roco", 48)
-    run.prompt(ids(90))
-    held = run.kv.snapshot()
     record = json.loads(json.dumps(held.record()))
     one, more = record["length"][0], record["capacity"][0][0] - record["length"][0][0] + 1
     one[0], one[1] = one[0] + more, one[1] - more
@@ -293,19 +292,13 @@ def test_a_head_with_rows_of_another_ones_segment_is_refused() -> None:
         CacheSnapshot.read(record, held.columns)
 
 
-def test_a_cache_without_positions_has_none_to_check() -> None:
-    run = engine(network(), "adakv", "roco", 48)
-    run.prompt(ids(90))
-    held = run.kv.snapshot()
+def test_a_cache_without_positions_has_none_to_check(held: CacheSnapshot) -> None:
     columns = {name: column for name, column in held.columns.items() if name != "pos"}
     found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
     assert found.columns.keys() == columns.keys()
 
 
-def test_a_record_without_a_key_or_with_a_short_column_is_refused() -> None:
-    run = engine(network(), "adakv", "roco", 48)
-    run.prompt(ids(90))
-    held = run.kv.snapshot()
+def test_a_record_without_a_key_or_with_a_short_column_is_refused(held: CacheSnapshot) -> None:
     for key in held.record():
         record = held.record()
         del record[key]

@@ -114,4 +114,4 @@ def test_a_cpu_is_looked_at_by_the_wall_and_every_prompt_begins_at_nought(
     run = engine(net, "snapkv", "none", 40)
     for turn in range(2):
         run.prompt(ids(60, turn))
-        assert run.kv.last_prompt.evict_s == net.config.layers + 1  # and the end of the prompt
+        assert run.kv.state.evict_s == net.config.layers + 1  # and the end of the prompt

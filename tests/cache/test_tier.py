@@ -21,7 +21,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Copies, Tier, TierSteps
-from minikv.cache.tier_file import FileRows
+from minikv.cache.tier_file import FileRows, Header
 from minikv.cache.tier_rows import Memory, RamRows, columns_of, row_nbytes
 from minikv.engine.engine import Engine
 
@@ -316,7 +316,7 @@ def test_a_lent_tier_gives_its_rows_and_keeps_none(in_file: bool, tmp_path: Path
     net, ids, rows = small.network(layers=2), small.ids(150), None
     if in_file:
         columns = columns_of(small.shape(net), net.dtype, False)
-        rows = FileRows.create(tmp_path / "tier.kv", 2, net.config.kv_heads, columns)
+        rows = FileRows.create(tmp_path / "tier.kv", Header(2, net.config.kv_heads, columns))
     run, other = tiered(small.engine(net, "adakv", "roco", 60), rows=rows), small.engine(net)
     run.recall(ids[:120])
     run.recall(ids)

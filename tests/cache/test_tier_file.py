@@ -31,6 +31,7 @@ from minikv.models.llama import Llama
 
 LAYERS, HEADS = 3, 2
 COLUMNS: Columns = {"k": (torch.float32, (8,)), "v": (torch.float32, (8,))}
+HEADER = Header(LAYERS, HEADS, COLUMNS, {"model": "x"})
 ROW = LAYERS * HEADS * 2 * 32
 """Bytes of a row."""
 
@@ -42,7 +43,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def rows(path: Path) -> Iterator[FileRows]:
-    made = FileRows.create(path, LAYERS, HEADS, COLUMNS, {"model": "x"})
+    made = FileRows.create(path, HEADER)
     yield made
     made.close()
 
@@ -90,7 +91,7 @@ def test_rows_come_back_in_this_process_and_in_the_next(rows: FileRows, path: Pa
     rows.close()
     found = FileRows.open(path)
     assert (found.rows, found.damage, found.ids) == (131, "", list(range(131)))
-    assert found.header == Header(LAYERS, HEADS, COLUMNS, {"model": "x"})
+    assert found.header == HEADER
     add(found, 131, 140)
     expect(found, 140)
     add(found, 0, 20)  # another conversation
@@ -158,7 +159,8 @@ def test_a_file_gives_what_ram_gives_bit_for_bit(
     """Over turns, an undo, a process that ended, and copies there and back."""
     net = small.network(layers=2, windows=windows)
     shape, columns = small.shape(net), columns_of(small.shape(net), net.dtype, coded)
-    made = FileRows.create(path, 2, shape.kv_heads, columns)
+    header = Header(2, shape.kv_heads, columns)
+    made = FileRows.create(path, header)
     ram, disk = (
         tiered(small.engine(net, "adakv", "roco", 60), coded=coded, staged=staged, rows=rows)
         for rows in (None, made)
@@ -187,7 +189,7 @@ def test_a_file_gives_what_ram_gives_bit_for_bit(
             assert found.ids == ids
             copy_rows(found, one.rows, 2, len(ids))
             found.close()
-            two.rows = made = FileRows.create(path.with_name("copy"), 2, shape.kv_heads, columns)
+            two.rows = made = FileRows.create(path.with_name("copy"), header)
             copy_rows(one.rows, made, 2, len(ids), ids)
         ids = ids + small.ids(5, seed=turn) + small.ids(9, seed=50 + turn)
     made.close()
@@ -212,7 +214,7 @@ class Chat:
                 self.rows = FileRows.open(path)
             else:
                 columns = columns_of(shape, NET.dtype, False)
-                self.rows = FileRows.create(path, 2, shape.kv_heads, columns)
+                self.rows = FileRows.create(path, Header(2, shape.kv_heads, columns))
         except TierError as error:
             self.told.append(error)
             return
@@ -506,7 +508,7 @@ def test_a_system_without_locks_or_room_ahead_is_written_to(
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, Nth(print, itertools.repeat(0), 0, code))
-    made = FileRows.create(path, LAYERS, HEADS, COLUMNS)
+    made = FileRows.create(path, HEADER)
     add(made, 0, 20)
     made.close()
     made = FileRows.open(path)
@@ -520,7 +522,7 @@ def test_a_file_without_a_name_is_gone_with_the_process_and_is_not_brought_to_th
     """So nobody waits for the disk."""
     for name in ("fdatasync", "fsync", "replace"):
         monkeypatch.delattr(os, name)
-    rows = FileRows.create(path, LAYERS, HEADS, COLUMNS, named=False)
+    rows = FileRows.create(path, HEADER, named=False)
     assert list(path.parent.iterdir()) == []
     add(rows, 0, 20)
     add(rows, 10, 30)
@@ -546,11 +548,11 @@ def test_a_file_that_cannot_be_begun_is_not_there(
     before = opened()
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises((TierError, KeyboardInterrupt)):
-        FileRows.create(path, LAYERS, HEADS, COLUMNS)
+        FileRows.create(path, HEADER)
     assert not path.exists()
     monkeypatch.setattr(os, "unlink", fail)  # of one without a name
     with pytest.raises((TierError, KeyboardInterrupt)):
-        FileRows.create(path, LAYERS, HEADS, COLUMNS, named=False)
+        FileRows.create(path, HEADER, named=False)
     assert opened() == before
 
 
@@ -565,7 +567,7 @@ def test_a_tier_moves_on_its_own_disk_alone(
     if there == "a file":
         goal.write_text("old")
     elif there == "a tier":
-        FileRows.create(goal, LAYERS, HEADS, COLUMNS).close()
+        FileRows.create(goal, HEADER).close()
     for code, told in ((errno.EXDEV, None), (errno.EACCES, OSError)):
         with monkeypatch.context() as patch:
             patch.setattr(os, "rename", Nth(os.rename, itertools.count(), 0, code))

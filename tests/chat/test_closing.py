@@ -140,23 +140,32 @@ def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     assert reported(chat).shaped_by_turn == reported(chat).misses == 2
 
 
-def test_strings_that_pass_for_control_or_for_turn_markers_are_told_apart() -> None:
-    chat = make()
-    chat.attach("one <end> two", name="a.txt")
-    notes: list[str] = []
-    list(chat.ask("what is [USER]?", max_tokens=2, notice=notes.append))
-    first, second = [n for n in notes if "string" in n]
-    assert first.startswith("1 string in a.txt looks like a control token")
-    assert first.endswith("read as plain text")
-    assert second.startswith("1 string in the question may pass for turn markers")
-
-
-def test_characters_that_the_tokenizer_loses_are_counted() -> None:
-    chat = make()
-    chat.attach("one \u2620 two \u2620", name="a.txt")
-    notes: list[str] = []
-    list(chat.ask("what is \u2620?", max_tokens=2, notice=notes.append))
-    assert [n for n in notes if "tokenizer" in n] == [
-        "the model's tokenizer drops or changes 2 characters of a.txt",
-        "the model's tokenizer drops or changes 1 character of the question",
-    ]
+@pytest.mark.parametrize(
+    ("document", "question", "told"),
+    [
+        (
+            "one <end> two",
+            "what is [USER]?",
+            [
+                "1 string in a.txt looks like a control token; it was read as plain text",
+                "1 string in the question may pass for turn markers, which are plain text for this "
+                "model: it cannot tell them from real ones",
+            ],
+        ),
+        (
+            "one \u2620 two \u2620",
+            "what is \u2620?",
+            [
+                "the model's tokenizer drops or changes 2 characters of a.txt",
+                "the model's tokenizer drops or changes 1 character of the question",
+            ],
+        ),
+    ],
+)
+def test_what_the_model_may_take_for_something_else_is_told(
+    document: str, question: str, told: list[str]
+) -> None:
+    chat, notes = make(), list[str]()
+    chat.attach(document, name="a.txt")
+    list(chat.ask(question, max_tokens=2, notice=notes.append))
+    assert notes == told

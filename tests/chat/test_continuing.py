@@ -13,7 +13,7 @@ from tiers import MILL, RIVER
 
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
-from minikv.chat.snapshot import ChatSnapshot
+from minikv.chat.snapshot import ChatSnapshot, Conversation
 from minikv.chat.store import Store
 from minikv.chat.transcript import system_messages
 from minikv.errors import ContextError, Interrupted, UsageError
@@ -50,9 +50,9 @@ def anew(session: ChatSession, folder: Path, left: int, question: str, **given: 
     documents = [document for turn in session.turns for document in turn.documents]
     if turns:
         turns[0] = replace(turns[0], documents=tuple(documents[: len(documents)]))
-    waits = () if turns else tuple(documents)
-    opened = system_messages("Be brief.")
-    held = ChatSnapshot(None, session.eviction, session.seed, opened, tuple(turns), waits)
+    waits = [] if turns else documents
+    said = Conversation(opened_with=system_messages("Be brief."), turns=turns, pending=waits)
+    held = ChatSnapshot(None, session.eviction, session.seed, said)
     given.pop("store", None)
     other = talk(folder, **given)
     other.restore(held)
@@ -91,7 +91,9 @@ def test_after_turns_left_answers_are_those_of_a_chat_without_them(
         say(session, later)
         say(other, later)
     session.undo(3)
-    assert [turn.question for turn in session.turns] == [turn.question for turn in before.turns]
+    assert [turn.question for turn in session.turns] == [
+        turn.question for turn in before.said.turns
+    ]
 
 
 def test_documents_stay_and_a_question_may_be_alone_with_them(tmp_path: Path) -> None:

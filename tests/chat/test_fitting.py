@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small import network, shape
-from small_chat import chat, reported, say
+from small_chat import chat, reported, say, talked
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import USEFUL, Machine, fit_words, tier_beside, usable
@@ -137,8 +137,7 @@ def test_what_does_not_fit_any_more_is_said_and_stays_evicted() -> None:
 
 
 def test_a_turn_that_reads_nothing_decides_nothing() -> None:
-    session = talk(1700)
-    session.attach(LONG * 2)
+    session = talked(talk(1700), LONG * 2)
     before = session.eviction
     with pytest.raises(ContextError):  # too long for the context
         say(session, "Who?")

@@ -421,7 +421,7 @@ class Machine:
         kept = self.script[:at]
         copied = count - turns in copies
         if copied:
-            flag = flag or copies[count - turns].rereads
+            flag = flag or copies[count - turns].said.rereads
         elif count > turns:
             kept.append(("forget",))
         flag = (flag or taken[0].report.reuse == "refresh") and bool(session.fed)

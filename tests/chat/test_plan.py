@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
-from small_chat import chat, reported, say
+from small_chat import chat, reported, say, talked
 from test_session import check, make
 
 from minikv.cache.stats import CacheStats
@@ -24,7 +24,6 @@ from minikv.chat.plan import (
     PlanSettings,
     PromptPlan,
     Question,
-    longest_token,
     plan,
     reads_again,
 )
@@ -312,8 +311,7 @@ def test_the_answer_of_auto_depends_on_no_clock(
 
 
 def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
+    session = talked(chat(reuse="auto"), MILL)
     notes: list[str] = []
     for n, keeps in enumerate((False, False, False, True, True)):
         session.keeps_cache = keeps
@@ -330,9 +328,7 @@ def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
 
 
 def test_auto_follows_the_policy_of_now() -> None:
-    session = chat(reuse="auto", budget=64)
-    session.attach(MILL)
-    say(session, "Who?")
+    session = talked(chat(reuse="auto", budget=64), MILL, "Who?")
     session.configure(EvictionConfig.read("streaming", budget=64))
     assert session.reads_again == 0
     say(session, "Why?")
@@ -343,8 +339,7 @@ def test_auto_follows_the_policy_of_now() -> None:
 
 
 def test_a_prompt_over_the_context_is_refused_with_numbers_and_nothing_is_fed() -> None:
-    chat = make(max_context=64)
-    chat.attach("y" * 50)
+    chat = talked(make(max_context=64), "y" * 50)
     # 52 + 6 + 4 control tokens = 62 fit and leave room for one more; 63 do not.
     with pytest.raises(ContextError, match=r"needs 64 tokens and 63 are left.* 64 positions") as e:
         list(chat.ask("question"[:8]))
@@ -366,39 +361,6 @@ def test_prompt_that_leaves_exactly_one_position_is_answered_to_the_end_of_the_c
     with pytest.raises(ContextError, match="used by this chat"):
         list(chat.ask("more"))
     check(chat)
-
-
-def test_ten_megabytes_are_refused_before_tokenizing() -> None:
-    chat = make(max_context=4096)
-    chat.attach("word " * 2_000_000)
-    longest_token(chat.tokenizer)
-    tokenizer = chat.tokenizer
-    before = tokenizer.encoded  # type: ignore[attr-defined]
-    for _ in range(2):  # the vocabulary is looked through once
-        with pytest.raises(ContextError, match=r"needs at least [\d,]+ tokens"):
-            list(chat.ask("q"))
-    assert tokenizer.encoded - before < 1000  # type: ignore[attr-defined]
-    assert len(chat.pending) == 1
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_without_a_cache_the_bound_is_of_the_whole_conversation(known: bool) -> None:
-    """All of it is read again, so all positions are left for it."""
-    chat = make(max_context=1024)
-    list(chat.ask("long " * 100, max_tokens=1))
-    chat.restore(replace(chat.snapshot(), held=None, **({} if known else {"tokens": ()})))
-    with pytest.raises(ContextError, match=r"needs at least 1,125 .* and 1,023 are left"):
-        list(chat.ask("more " * 800))
-
-
-def test_the_bound_is_never_above_the_truth_and_lossy_vocabularies_have_none() -> None:
-    assert longest_token(ByteTokenizer()) == 4  # a lone byte decodes to U+FFFD, and one more
-
-    class Lossy(ByteTokenizer):
-        def encode(self, text: str) -> list[int]:
-            return super().encode(" ".join(text.split()))
-
-    assert longest_token(Lossy()) is None
 
 
 # -- from messages to tokens -------------------------------------------------------------------

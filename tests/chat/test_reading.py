@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
-from small_chat import chat, held_of, reported, say
+from small_chat import chat, held_of, reported, say, talked
 from test_reuse import MILL, WELL, cache
 from tiers import recalling
 
@@ -31,10 +31,7 @@ from minikv.settings import Generation
 
 def asked(**given: Any) -> ChatSession:
     """A chat in which one question was answered."""
-    session = chat(**given)
-    session.attach(MILL)
-    say(session, "Who?")
-    return session
+    return talked(chat(**given), MILL, "Who?")
 
 
 @dataclass(frozen=True)
@@ -108,8 +105,7 @@ def test_what_stops_reading_again(stop: Stop) -> None:
 
 
 def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
-    session = chat(reuse="auto")
-    session.attach(MILL)
+    session = talked(chat(reuse="auto"), MILL)
     with pytest.raises(Interrupted):
         list(session.ask("Who?", 3, progress=lambda done, total: session.skip()))
     assert session.fed == []
@@ -212,8 +208,7 @@ def test_one_cache_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_later_document_is_scored_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = chat("kvzip", 60, reuse="auto")
-    session.attach(MILL)
+    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
     say(session, "Who?", 4)
     seen = fed(session, monkeypatch)
     session.attach(WELL)
@@ -333,8 +328,7 @@ def test_no_memory_is_said_before_anything_is_read(
 
 
 def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
-    session = chat("kvzip", 60, reuse="auto")
-    session.attach(MILL)
+    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
     steps: list[tuple[int, int, bool]] = []
 
     def progress(done: int, total: int) -> None:
@@ -348,8 +342,7 @@ def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
     assert set(scoring) == {False, True}
     assert not scoring[0]
 
-    session = chat("kvzip", 60, reuse="auto")
-    session.attach(MILL)
+    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
 
     def stop(done: int, total: int) -> None:
         if session.scoring:
@@ -359,15 +352,13 @@ def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
         list(session.ask("Who?", 4, progress=stop))
     assert session.fed == []
     say(session, "Who?", 4)
-    fresh = chat("kvzip", 60, reuse="auto")
-    fresh.attach(MILL)
+    fresh = talked(chat("kvzip", 60, reuse="auto"), MILL)
     say(fresh, "Who?", 4)
     assert held_of(session) == held_of(fresh)
 
 
 def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = chat("kvzip", 60, reuse="auto")
-    session.attach(MILL)
+    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
     labels: list[str] = []
 
     def shown(self: Any, done: int, total: int) -> None:
@@ -475,8 +466,7 @@ def test_auto_takes_a_file_where_ram_is_short(free: int | None, tmp_path: Path) 
 
 
 def test_a_file_by_name_that_cannot_be_had_is_said(tmp_path: Path) -> None:
-    session = filed(tmp_path / "nowhere")
-    session.attach(MILL)
+    session = talked(filed(tmp_path / "nowhere"), MILL)
     with pytest.raises(UsageError, match=r'`tier="file"` is not possible: rows\.kv') as error:
         list(session.ask("Who?"))
     assert error.value.hint == '`tier="ram"` keeps keys and values in memory'

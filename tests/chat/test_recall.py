@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from small_chat import chat, held_of, reported, say
+from small_chat import chat, held_of, reported, say, talked
 from tiers import MILL, RIVER, recalling
 
 import minikv
 from minikv.cache.tier_rows import TierError
-from minikv.chat.recall import Place, _in_memory, somewhere
+from minikv.chat.recall import Place, somewhere
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli.screen import render
@@ -76,10 +76,7 @@ def test_progress_of_a_recalled_question_never_passes_its_total() -> None:
 
 def test_turns_taken_back_without_a_copy_are_found_in_the_tier() -> None:
     """Until the chat is reset, or closed, which gives the memory back."""
-    session = recalling(undo_turns=0)
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
+    session = talked(recalling(undo_turns=0), MILL, "Who?", "Why?")
     session.undo(2)
     say(session, "Since when?")
     assert modes(session) == ["recall"]
@@ -88,8 +85,7 @@ def test_turns_taken_back_without_a_copy_are_found_in_the_tier() -> None:
     session.reset()
     assert (session.recall.nbytes, session.recall.tokens, session.recall.place) == (0, 0, "")
     session.attach(RIVER)
-    fresh = recalling()
-    fresh.attach(RIVER)
+    fresh = talked(recalling(), RIVER)
     assert say(session, "Who?") == say(fresh, "Who?")
     kv = session.engine.kv
     assert kv.tier is not None
@@ -98,9 +94,7 @@ def test_turns_taken_back_without_a_copy_are_found_in_the_tier() -> None:
 
 
 def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
-    session = recalling()
-    session.attach(MILL)
-    say(session, "Who?")
+    session = talked(recalling(), MILL, "Who?")
     snapshot = session.snapshot()
     other = recalling()
     other.restore(snapshot)
@@ -113,8 +107,7 @@ def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
 
 
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
-    session = recalling("ram", free=1000)
-    session.attach(MILL)
+    session = talked(recalling("ram", free=1000), MILL)
     with pytest.raises(UsageError, match=r"tier=.ram.. does not fit"):
         list(session.ask("Who?"))
     assert (session.fed, len(session.pending)) == ([], 1)
@@ -122,10 +115,7 @@ def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() 
 
 @pytest.mark.parametrize("given", [{"reuse": "once"}, {"reuse": "refresh"}, {"policy": "full"}])
 def test_where_nothing_is_recalled_there_is_no_tier(given: dict[str, Any]) -> None:
-    session = recalling("ram", **given)
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
+    session = talked(recalling("ram", **given), MILL, "Who?", "Why?")
     assert (session.recall.nbytes, session.reports[-1].tier) == (0, "")
 
 
@@ -148,9 +138,7 @@ def test_answers_of_the_bundled_model_follow_the_full_cache() -> None:
 def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_turns: int) -> None:
     """Policies that keep the ends of turns longest see the turns of the conversation, also of a
     short question, and the same ones when it is asked again."""
-    session = recalling(policy=policy, budget=64, undo_turns=undo_turns)
-    session.attach(MILL)
-    say(session, "Who?")
+    session = talked(recalling(policy=policy, budget=64, undo_turns=undo_turns), MILL, "Who?")
     first = session.reports[0].tokens
     ends = [first.prompt_new]
     want, held = say(session, "Why?")[0], held_of(session)
@@ -162,39 +150,14 @@ def test_a_turn_begins_where_it_began_whatever_the_tier_has(policy: str, undo_tu
         assert held_of(session) == held
 
 
-@pytest.mark.parametrize(
-    ("table", "inside"),
-    [
-        ("/dev/sda1 / ext4 rw 0 0\ntmpfs /a tmpfs rw 0 0\n", True),
-        ("/dev/sda1 / ext4 rw 0 0\nnone /a ramfs rw 0 0\n", True),
-        ("/dev/sda1 / ext4 rw 0 0\n", False),
-        ("tmpfs / tmpfs rw 0 0\n/dev/sda1 /a ext4 rw 0 0\n", False),
-        ("tmpfs / tmpfs rw 0 0\n/dev/sda1 /a/b ext4 rw 0 0\n", False),  # bound below
-        ("/dev/sda1 / ext4 rw 0 0\ntmpfs /a/bc tmpfs rw 0 0\n", False),  # another's name
-        ("/dev/sda1 /a ext4 rw 0 0\ntmpfs /a tmpfs rw 0 0\n", True),  # the later one is on top
-        ("tmpfs /a\\040b tmpfs rw 0 0\nbroken\n\n", False),
-        ("", False),
-        (None, False),  # no such file: not Linux
-    ],
-)
-def test_where_files_take_memory(tmp_path: Path, table: str | None, inside: bool) -> None:
-    """By a table of mounts as /proc/mounts has it, about /a/b."""
-    folder, mounts = tmp_path / "a" / "b", tmp_path / "mounts"
-    folder.mkdir(parents=True)
-    if table is not None:
-        mounts.write_text(table.replace(" /a", f" {tmp_path}/a"))
-    assert _in_memory(folder, mounts) == inside
-    (tmp_path / "link").symlink_to(folder)
-    assert _in_memory(tmp_path / "link", mounts) == inside
-
-
-@pytest.mark.parametrize("memory", [True, False])
-def test_a_file_is_made_where_it_takes_no_memory(
-    monkeypatch: pytest.MonkeyPatch, memory: bool
-) -> None:
-    monkeypatch.setattr("minikv.chat.recall._in_memory", lambda folder: memory)
+def test_a_file_is_made_where_it_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says where: /tmp may be in memory."""
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/somewhere")
-    assert somewhere().path.parent == Path("/var/tmp" if memory else "/somewhere")
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert somewhere().path.parent == Path("/var/tmp")
+    monkeypatch.setenv("TMPDIR", "/somewhere")
+    assert somewhere().path.parent == Path("/somewhere")
+    monkeypatch.delenv("TMPDIR")
     monkeypatch.setattr("os.access", lambda *given: False)
     assert somewhere().path.parent == Path("/somewhere")
 

@@ -12,7 +12,7 @@ import pytest
 import vocabularies as v
 from fakes import BOS, USER
 from lettered import lettered
-from small_chat import chat, held_of, reported, say
+from small_chat import chat, held_of, reported, say, talked
 from test_session import make
 from typer.testing import CliRunner
 
@@ -88,8 +88,7 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
 
 
 def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
-    session = make()
-    session.attach("waiting")
+    session = talked(make(), "waiting")
     with pytest.raises(UsageError, match="nothing to read again"):
         session.refresh()
     list(session.ask("q"))
@@ -104,8 +103,7 @@ def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
 
 
 def test_pinned_rows_stay_pinned() -> None:
-    session = chat(system="be brief", pin_system=True, reuse="refresh", budget=64)
-    session.attach(MILL)
+    session = talked(chat(system="be brief", pin_system=True, reuse="refresh", budget=64), MILL)
     for question in ("Who?", "Why?"):
         say(session, question)
         assert all(set(range(len(session.start()))) <= set(head) for head in held_of(session))
@@ -153,10 +151,7 @@ def test_blind_documents_are_judged_before_the_question(monkeypatch: pytest.Monk
 
 
 def test_blind_says_that_no_question_shaped_the_cache() -> None:
-    session = chat(reuse="blind")
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
+    session = talked(chat(reuse="blind"), MILL, "Who?", "Why?")
     assert [r.shaped_by_turn for r in session.reports] == [0, 0]
     assert [r.reuse for r in session.reports] == ["blind", "once"]
     assert [r.loss.method for r in session.reports] == [UNKNOWN, UNKNOWN]
@@ -166,9 +161,7 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
 
 
 def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
-    session = chat(reuse="blind", budget=600)
-    session.attach(MILL)
-    say(session, "Who?")
+    session = talked(chat(reuse="blind", budget=600), MILL, "Who?")
     assert reported(session).shaped_by_turn is None
 
 
@@ -238,10 +231,7 @@ def test_what_runs_have_in_common() -> None:
 
 
 def test_every_answer_from_another_questions_cache_says_so() -> None:
-    session = chat()
-    session.attach(MILL)
-    for question in ("Who?", "Why?", "And?"):
-        say(session, question)
+    session = talked(chat(), MILL, "Who?", "Why?", "And?")
     session.refresh()
     for question in ("Again?", "Last?"):
         say(session, question)
@@ -251,10 +241,7 @@ def test_every_answer_from_another_questions_cache_says_so() -> None:
 
 
 def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
-    session = chat()
-    session.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(session, question)
+    session = talked(chat(), MILL, "Who?", "Why?")
     session.refresh()
     say(session, "Again?")
     first, later, again = (r.loss for r in session.reports)
@@ -271,9 +258,7 @@ def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
 
 
 def test_a_saved_chat_keeps_the_setting() -> None:
-    session = chat(reuse="blind")
-    session.attach(MILL)
-    say(session, "Who?")
+    session = talked(chat(reuse="blind"), MILL, "Who?")
     with contextlib.closing(Keeper(Terminal())) as keeper:
         keeper.save(session, "one")
     for given, want in (((), "blind"), (("reuse",), "refresh")):
@@ -352,9 +337,9 @@ def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("tier", "reuse"), [("none", "auto"), ("ram", "auto"), ("none", "once")])
 def test_after_a_lost_cache_it_is_known_how_much_is_read_again(tier: str, reuse: str) -> None:
-    session = lettered(EvictionConfig.read("adakv", budget=48), tier=tier, reuse=reuse)
-    session.attach(MILL)
-    say(session, "Who?")
+    session = talked(
+        lettered(EvictionConfig.read("adakv", budget=48), tier=tier, reuse=reuse), MILL, "Who?"
+    )
     seen, written = len(session.fed), session.reports[0].tokens.generated
     session.engine.kv.drop()
     session.guard.change(lambda: None)

@@ -14,6 +14,7 @@ from test_session import check, make
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import TokenLog
 from minikv.errors import UsageError
 
 
@@ -43,7 +44,7 @@ def test_a_snapshot_without_a_cache_is_read_again_with_the_next_question() -> No
     session.attach("A mill stands by the river. " * 4, "mill.txt")
     say(session, "Who?")
     snapshot = session.snapshot()
-    plain.restore(replace(snapshot, held=None, tokens=()))
+    plain.restore(replace(snapshot, held=None, said=replace(snapshot.said, log=TokenLog())))
     assert plain.fed == []
     assert len(plain.turns) == 1
     say(plain, "Why?")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_chat import chat, held_of, reported, say, verified
+from small_chat import chat, held_of, reported, say, talked, verified
 from tiers import MILL, recalling
 
 from minikv.chat.recall import Recall
@@ -17,8 +17,7 @@ from minikv.errors import UsageError
 
 
 def asked(*questions: str, tokens: int = 12, temperature: float = 0.7, **given: Any) -> ChatSession:
-    session = recalling(**given)
-    session.attach(MILL)
+    session = talked(recalling(**given), MILL)
     for question in questions:
         list(session.ask(question, tokens, temperature))
     return session
@@ -94,15 +93,6 @@ def test_both_ends_are_seen() -> None:
     assert words == ["differs from the full cache after 1 token", "as without eviction (checked)"]
 
 
-def test_the_next_answer_is_that_of_a_chat_that_was_not_verified() -> None:
-    one, two = asked("Who?"), asked("Who?")
-    list(one.verify())
-    for question in ("Why?", "And?"):
-        assert say(one, question) == say(two, question)
-        list(one.verify())
-    assert held_of(one) == held_of(two)
-
-
 def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -133,8 +123,7 @@ def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
 
 
 def test_an_answer_that_ends_at_a_stop_text_or_was_continued() -> None:
-    session = recalling(budget=1000)
-    session.attach(MILL)
+    session = talked(recalling(budget=1000), MILL)
     whole = "".join(session.ask("Who?", 12, 0.7))
     session.undo()
     list(session.ask("Who?", 12, 0.7, stop=whole[4:6]))

@@ -340,9 +340,8 @@ def test_a_client_that_leaves_ends_its_answer(text: str) -> None:
         assert content(server.ask("Who?")) == written("Who?")
         assert slow.steps < 400
         if len(text) == 4:  # what was written of it is known
-            turn = next(h for h in server.conversations._held if "slow" in h.text).snapshot.turns[
-                -1
-            ]
+            held = next(h for h in server.conversations._held if "slow" in h.text)
+            turn = held.snapshot.said.turns[-1]
             assert written("slow", 3000).startswith(turn.answer)
 
 

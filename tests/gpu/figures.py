@@ -196,7 +196,7 @@ class Bench:
             "tokens": tokens,
             "read_s": read_s,
             "tok_s": tokens / read_s,
-            "evict_ms": one.engine.kv.last_prompt.evict_s * 1e3,
+            "evict_ms": one.engine.kv.state.evict_s * 1e3,
             "memory": memory,
             "peak_over_before": memory["peak"] - before,
             "planned_over_weights": planned,

@@ -97,7 +97,7 @@ def feed(kv: KVCache, query: Tensor, key: Tensor) -> list[list[int]]:
     for layer in range(kv.shape.layers):
         for lo in range(0, len(key), 64):
             kv.attend(layer, query[lo : lo + 64], key[lo : lo + 64], key[lo : lo + 64])
-    kv.advance(len(key))
+    kv.end(len(key))
     return kept(kv)
 
 
@@ -107,7 +107,7 @@ def follow(kv: KVCache, query: Tensor, key: Tensor, victims: list[list[int]]) ->
     for step, gone in enumerate(victims):
         at = kv.position
         kv.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        kv.advance(1)
+        kv.end(1)
         for head, victim in enumerate(gone):
             held[head] = (held[head] | {at}) - {victim}
         assert [set(rows) for rows in kept(kv)] == held, f"step {step}"
@@ -180,7 +180,7 @@ def test_streaming(name: str, tensors: dict[str, Tensor]) -> None:
             kv.begin(count)
         for n in [count] if kind != 1 else [1] * count:
             kv.attend(0, torch.randn(n, 4, 4), torch.randn(n, 2, 4), torch.randn(n, 2, 4))
-            kv.advance(n)
+            kv.end(n)
         if kind == 2 and count > params["recent"]:
             continue  # the release does not trim after a later block; ours always ends at B
         assert kept(kv) == [rows] * 2
@@ -428,7 +428,7 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
     kv.begin(len(key))
     for lo in range(0, len(key), 64):
         kv.attend(0, query[lo : lo + 64], key[lo : lo + 64], value[lo : lo + 64])
-    kv.advance(len(key))
+    kv.end(len(key))
     assert kept(kv) == ragged(data["expected_kept"], data["expected_kept_len"])
 
 

@@ -64,7 +64,7 @@ def test_a_later_prompt_of_h2o_keeps_what_earlier_ones_looked_at() -> None:
     for lo, hi in ((0, 40), (40, 70)):
         cache.begin(hi - lo)
         cache.attend(0, query[lo:hi], key[lo:hi], key[lo:hi])
-        cache.advance(hi - lo)
+        cache.end(hi - lo)
     for head in range(2):
         both, second = p[head].sum(0)[:45], p[head, 40:].sum(0)[:45]
         want = [*sorted(both.topk(25).indices.tolist()), *range(45, 70)]

@@ -71,7 +71,7 @@ def read(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
     kv.begin(hi - lo)
     for layer, (query, key) in enumerate(zip(*made, strict=True)):
         kv.attend(layer, query[lo:hi], key[lo:hi], key[lo:hi])
-    kv.advance(hi - lo)
+    kv.end(hi - lo)
 
 
 def write(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
@@ -79,7 +79,7 @@ def write(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
     for at in range(lo, hi):
         for layer, (query, key) in enumerate(zip(*made, strict=True)):
             kv.attend(layer, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        kv.advance(1)
+        kv.end(1)
 
 
 def chosen(policy: PromptPolicy, made: Rows, budget: int) -> list[list[int]]:

@@ -148,7 +148,7 @@ def test_the_rows_that_stay_are_those_of_plain_python(
     cache.begin(read)
     for layer in range(len(windows)):
         cache.attend(layer, query[layer, :read], key[layer, :read], key[layer, :read])
-    cache.advance(read)
+    cache.end(read)
     slow = [
         [Slow(policy, budget, window, list(range(read))) for _ in range(3)] for window in windows
     ]
@@ -157,7 +157,7 @@ def test_the_rows_that_stay_are_those_of_plain_python(
         one = slice(at, at + 1)
         for layer in range(len(windows)):
             cache.attend(layer, query[layer, one], key[layer, one], key[layer, one])
-        cache.advance(1)
+        cache.end(1)
         for layer, window in enumerate(windows):
             for head in range(3):
                 twin = slow[layer][head]
@@ -194,11 +194,11 @@ def test_the_release_keeps_the_same_rows(seed: int) -> None:
     cache = KVCache(Shape(1, 2, 4, 8, (None,), 1 << 20), Rules(None, policy, Budget.parse(24)))
     cache.begin(24)
     cache.attend(0, query[:24], key[:24], key[:24])
-    cache.advance(24)
+    cache.end(24)
     for at in range(24, 40):
         assert len(cache.kept(0, 0)) == at
         cache.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        cache.advance(1)
+        cache.end(1)
     window = [36, 37, 38, 39]
     for head in range(2):
         assert cache.kept(0, head).tolist() == RELEASE[seed][head] + window

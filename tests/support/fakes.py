@@ -18,7 +18,7 @@ from torch import Tensor
 
 from minikv.cache.arena import Layout
 from minikv.cache.rules import Rules
-from minikv.cache.snapshot import CacheSnapshot, State
+from minikv.cache.snapshot import CacheSnapshot, Outcome, State
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import NumericsError, UsageError
 from minikv.kernels.dispatch import Kernels
@@ -54,10 +54,8 @@ class ByteStream:
 class ByteTokenizer:
     vocab = VOCAB
     stop_ids = frozenset({END})
-    encoded = 0  # bytes that went through `encode`
 
     def encode(self, text: str) -> list[int]:
-        self.encoded += len(text)
         return list(text.encode())
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -155,7 +153,7 @@ class FakeKv:
     ops = Kernels()
     tier = scoring_tier = None
     scoring = False
-    lost = ()
+    peak = 1 << 21
 
     @property
     def arena(self) -> SimpleNamespace:
@@ -192,9 +190,8 @@ class FakeKv:
         )
 
     @property
-    def last_prompt(self) -> SimpleNamespace:
-        lost = dict.fromkeys(("lost_mean", "lost_max", "lost_layer"))
-        return SimpleNamespace(evict_s=0.0, peak_bytes=1 << 21, shaped=self.shaped, **lost)
+    def state(self) -> State:
+        return State(outcome=Outcome(shaped=self.shaped))
 
     def share(self) -> SimpleNamespace:
         return SimpleNamespace(

@@ -425,7 +425,7 @@ def _chats(folder: Path) -> list[Target]:
     from small_chat import chat, say
     from sqlite_calls import edit, edit_facts
 
-    from minikv.cache.tier_file import FileRows, sealed
+    from minikv.cache.tier_file import FileRows, Header, sealed
     from minikv.cache.tier_rows import TierError
     from minikv.cli.chat import kept
     from minikv.cli.saved.database import damage
@@ -497,7 +497,7 @@ def _chats(folder: Path) -> list[Target]:
     tier = folder / "tier.kv"
     import torch
 
-    made = FileRows.create(tier, 2, 2, {"k": (torch.float32, (8,))}, {"model": "x"})
+    made = FileRows.create(tier, Header(2, 2, {"k": (torch.float32, (8,))}, {"model": "x"}))
     made.kept = True
     made.reserve(8, 0)
     for layer in range(2):

@@ -88,5 +88,5 @@ def measured(
             text.advance(len(repeat.ids))
             del text
         del reading, texts
-        kv.advance(fed)
+        kv.end(fed)
     return watch.peak

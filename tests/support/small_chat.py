@@ -67,6 +67,14 @@ def say(session: ChatSession, question: str, tokens: int = 8) -> tuple[str, list
     return answer, list(session.fed)
 
 
+def talked(session: ChatSession, document: str, *questions: str) -> ChatSession:
+    """The chat, with the document attached and these questions asked about it."""
+    session.attach(document)
+    for question in questions:
+        say(session, question)
+    return session
+
+
 def held_of(session: ChatSession) -> list[list[int]]:
     kv: Any = session.engine.kv
     assert isinstance(kv.shape, Shape)

@@ -19,6 +19,7 @@ from typed import context, fake_chat
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import TokenLog
 from minikv.cli.chat.slash import Context
 from minikv.cli.chat.turn import run_turn
 from minikv.cli.saved import commands
@@ -168,7 +169,7 @@ def test_a_retry_with_another_policy_answers_as_that_policy_does(real: Talk, reu
     real.ask("Who?")
     real.ask("Why?")
     before = real.session.snapshot()
-    other.restore(replace(before, held=None, tokens=()))
+    other.restore(replace(before, held=None, said=replace(before.said, log=TokenLog())))
     other.undo()
     other.configure(EvictionConfig.read("streaming", budget=40))
     want = "".join(other.ask("Why?", real.context.generation.max_tokens))

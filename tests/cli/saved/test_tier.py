@@ -19,7 +19,7 @@ import torch
 from small_chat import chat, held_of, say
 from sqlite_calls import edit
 
-from minikv.cache.tier_file import FileRows, is_open, remove
+from minikv.cache.tier_file import FileRows, Header, is_open, remove
 from minikv.cache.tier_rows import RamRows
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
@@ -479,9 +479,9 @@ def test_a_chat_without_an_answer_leaves_nothing(home: Path) -> None:
 def test_what_a_killed_process_left_is_removed(home: Path) -> None:
     home.mkdir(parents=True)
     left = home / ".tier-0123456789abcdef.kv"
-    FileRows.create(left, 1, 1, {"k": (torch.float32, (8,)), "v": (torch.float32, (8,))}).close()
+    FileRows.create(left, Header(1, 1, {"k": (torch.float32, (8,))})).close()
     used = home / ".tier-fedcba9876543210.kv"
-    other = FileRows.create(used, 1, 1, {"k": (torch.float32, (8,))})
+    other = FileRows.create(used, Header(1, 1, {"k": (torch.float32, (8,))}))
     (home / ".tier-mine").write_text("precious")
     talked()
     assert sorted(os.listdir(home)) == [".tier-fedcba9876543210.kv", ".tier-mine", "one"]
