@@ -142,10 +142,8 @@ def no_weights(names: Collection[str]) -> ModelError:
 def unfinished(folder: Path) -> str:
     """The first link to a file that is not there, among the files that minikv reads; "" if there is
     none. Such a file is a part of the model, and its download did not end."""
-    places = folder, folder / "additional_chat_templates"
     with contextlib.suppress(ModelError, OSError):
-        paths = [path for place in places if place.is_dir() for path in place.iterdir()]
-        wanted = wanted_files(path.relative_to(folder).as_posix() for path in paths)
+        wanted = wanted_files(os.listdir(folder))
         return next((name for name in wanted if not os.path.exists(folder / name)), "")
     return ""
 

@@ -268,7 +268,7 @@ def test_weights_are_reported_byte_by_byte_of_the_files(tmp_path: Path) -> None:
     load_network(
         checkpoint, ModelConfig.from_folder(tmp_path), progress=lambda *now: told.append(now)
     )
-    total = sum(entry.end - entry.start for entry in checkpoint.entries.values())
+    total = sum(entry.size for entry in checkpoint.entries.values())
     assert told[0] == (0, total)
     assert told[-1] == (total, total)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
