@@ -483,7 +483,7 @@ def question(bench: Bench) -> None:
         kv.tier.truncate(tokens)
     rows = tokens * 2 * bench.sizes.kv_heads * bench.sizes.head_dim * 2 * bench.sizes.layers
     recalled = [kv.kept(layer, 0) for layer in (0, bench.sizes.layers - 1)]
-    tier_bytes, kv.tier = kv.tier.nbytes, None
+    tier_bytes, kv.tier = kv.tier.rows.nbytes, None
     kept.engine.reset()
     want = engine.prompt(whole)
     again = [kv.kept(layer, 0) for layer in (0, bench.sizes.layers - 1)]
