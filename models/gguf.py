@@ -152,7 +152,7 @@ class Gguf:
             raise self._bad(f"claims {tensors:,} tensors and {pairs:,} metadata")
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
-            key = self._text()
+            (key,) = self._read_texts(1)
             if key in metadata:
                 raise self._bad(f"{quote(key)} is given twice")
             metadata[key] = self._value(self._number("<I"), key)
@@ -168,19 +168,26 @@ class Gguf:
     def _number(self, form: str) -> Any:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
-    def _text(self) -> str:
-        self._at += 8  # not by `_take`, for the sake of time: there may be half a million texts
-        length = int.from_bytes(self._file.read(8), "little")
+    def _read_texts(self, count: int) -> list[str]:
+        """The next texts. There may be half a million, so this loop calls nothing of its own."""
+        found, read, at, end = [], self._file.read, self._at, self._end
         try:
-            return self._take(length).decode()
+            for _ in range(count):
+                length = int.from_bytes(read(8), "little")
+                at += 8 + length
+                if at > end:
+                    raise EOFError
+                found.append(read(length).decode())
         except UnicodeDecodeError:
             raise self._bad("a text in its header is not UTF-8") from None
+        self._at = at
+        return found
 
     def _value(self, kind: int, key: str) -> Any:
         if kind in _NUMBERS:
             return self._number("<" + _NUMBERS[kind])
         if kind == _STRING:
-            return self._text()
+            return self._read_texts(1)[0]
         if kind != _ARRAY:
             raise self._bad(f"{quote(key)} has the unknown type {kind}")
         inner, count = self._number("<I"), self._number("<Q")
@@ -188,7 +195,7 @@ class Gguf:
         if not (inner == _STRING or inner in _NUMBERS) or self._items > ITEMS_LIMIT:
             raise self._bad(f"{quote(key)} claims {count:,} items of type {inner}")
         if inner == _STRING:
-            return [self._text() for _ in range(count)]
+            return self._read_texts(count)
         form = f"<{count}{_NUMBERS[inner]}"
         return list(struct.unpack(form, self._take(struct.calcsize(form))))
 
@@ -198,7 +205,7 @@ class Gguf:
             raise self._bad(f"general.alignment is {quote(align)}")
         found = {}
         for _ in range(count):
-            name = self._text()
+            (name,) = self._read_texts(1)
             dimensions = self._number("<I")
             if not 1 <= dimensions <= 4 or _NAME.fullmatch(name) is None or name in found:
                 raise self._bad(f"{quote(name)} is no tensor name, or twice, or badly shaped")
