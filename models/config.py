@@ -920,11 +920,12 @@ def _from_params(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _params_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
     """`sliding_window` of params.json: absent, a number, or a pattern repeated over the layers."""
-    value = read.raw.pop("sliding_window", None)
+    value = read.raw.get("sliding_window")
     pattern = value if isinstance(value, list) else [value]
     for window in pattern:
         if window is not None and not (_is_number(window, int) and 1 <= window <= MAX_POSITIONS):
             raise read.bad("sliding_window", "a whole number, null, or a list of these")
     if not pattern or layers % len(pattern):
         raise CorruptModel("params.json: sliding_window does not divide the layers")
+    read.raw.pop("sliding_window", None)  # config.json says windows otherwise
     return tuple(pattern[layer % len(pattern)] for layer in range(layers))

@@ -355,6 +355,8 @@ def _ids(data: dict[str, Any], backend: tokenizers.Tokenizer, name: str) -> dict
     or that of a piece."""
     vocab = data["model"].get("vocab")
     ids = {**vocab} if isinstance(vocab, dict) else backend.get_vocab(with_added_tokens=False)
+    if not {bool}.isdisjoint(map(type, ids.values())):
+        raise CorruptModel(f"{name}: an id in its vocabulary is not a number")
     owners: dict[int, str] = {}
     for token in data["added_tokens"]:
         text, id = str(token["content"]), int(token["id"])

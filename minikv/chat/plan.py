@@ -18,6 +18,7 @@ from minikv.chat.transcript import (
     Message,
     Stored,
     Template,
+    Tokenizer,
     TokenLog,
     Turn,
     rendered,
@@ -362,20 +363,38 @@ def _fits(found: PromptPlan, history: History, settings: PlanSettings) -> bool:
 
 def refuse(found: PromptPlan, history: History, settings: PlanSettings) -> None:
     """Raise ContextError if the prompts do not fit."""
-    if _fits(found, history, settings):
-        return
-    seen, most = len(history.fed), settings.max_context
-    used = found.behind(seen)
+    if not _fits(found, history, settings):
+        seen, most = len(history.fed), settings.max_context
+        used = found.behind(seen)
+        raise _too_long(f"{found.length:,}", used, seen, most, drops=settings.drops)
+
+
+def refuse_long(
+    tokenizer: Tokenizer, text: str, seen: int, max_context: int, *, drops: bool
+) -> None:
+    """Raise ContextError for a text of more than twice as many tokens as fit, by its beginning:
+    tokenizing all of it takes a hundred times its memory. Cut into pieces, a text has a few tokens
+    more than whole, and not twice as many. seen: tokens that the cache has seen."""
+    count, pieces = 0, range(0, len(text), _LONG)
+    for at in pieces if len(pieces) > 1 else ():
+        count += len(tokenizer.encode(text[at : at + _LONG]))
+        if count > 2 * max_context:
+            raise _too_long(f"more than {2 * max_context:,}", 0, seen, max_context, drops=drops)
+
+
+def _too_long(tokens: str, used: int, seen: int, max_context: int, *, drops: bool) -> ContextError:
+    """The error for a prompt of so many tokens. used: positions that stay in use. seen: tokens that
+    the cache has seen. drops: `overflow` is "drop", which does not suffice."""
     by_chat = f", {used:,} of them used by this chat" if used else ""
     choices = ["a shorter document", "a model with a longer context"]
     if seen:
         choices.insert(0, "a new conversation (`chat.reset()`)")
-    if seen and not settings.drops:
+    if seen and not drops:
         choices.insert(0, 'one without its oldest turns (`chat.overflow = "drop"`)')
     some, last = ", ".join(choices[:-1]), choices[-1]
-    raise ContextError(
-        f"the prompt needs {found.length:,} tokens and {max(most - used - 1, 0):,} are left: this "
-        f"model was trained for {most:,} positions{by_chat}",
+    return ContextError(
+        f"the prompt needs {tokens} tokens and {max(max_context - used - 1, 0):,} are left: this "
+        f"model was trained for {max_context:,} positions{by_chat}",
         f"eviction does not extend that, and nothing was cut; choose {some} or {last}",
     )
 

@@ -42,6 +42,7 @@ from minikv.chat.plan import (
     plan,
     reads_again,
     recalls,
+    refuse_long,
     start,
 )
 from minikv.chat.reading import Reader, Tools
@@ -70,6 +71,7 @@ from minikv.chat.transcript import (
     TokenLog,
     Turn,
     system_messages,
+    user_message,
 )
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
@@ -547,6 +549,8 @@ class ChatSession(ConversationView):
         began, told = perf_counter(), Warnings(self.words, notice)
         self.guard.question = question
         chosen, known, tokens = self.eviction, self.engine.kv.stats(), settings.max_tokens
+        text, drops = user_message(self.pending, question).content, self.overflow == "drop"
+        refuse_long(self.tokenizer, text, self.log.seen, self.max_context, drops=drops)
         try:  # after an error in here, the chat is as it was
             base, new = self._continuing.continued(self._now, question, tokens)
             found = self._plan(base, new, tokens, told)

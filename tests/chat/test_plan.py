@@ -363,6 +363,22 @@ def test_prompt_that_leaves_exactly_one_position_is_answered_to_the_end_of_the_c
     check(chat)
 
 
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it would take a hundred times its memory."""
+    chat, given = make(max_context=4096), list[int]()
+    encode = chat.tokenizer.encode
+    monkeypatch.setattr(
+        chat.tokenizer, "encode", lambda text: given.append(len(text)) or encode(text)
+    )
+    chat.attach("word " * 2_000_000)
+    with pytest.raises(ContextError, match="needs more than 8,192 tokens and 4,095 are left"):
+        list(chat.ask("q"))
+    assert sum(given) <= planning._LONG
+    assert len(chat.pending) == 1
+
+
 # -- from messages to tokens -------------------------------------------------------------------
 
 
