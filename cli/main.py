@@ -125,7 +125,7 @@ def run() -> None:
         code = error.exit_code
     except typer.Abort:
         code = 130
-    except OSError as error:  # from typer's own output, as of --settings.help: ours is guarded
+    except OSError as error:  # from typer's own output, as of --help: ours is guarded
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1

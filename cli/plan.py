@@ -166,7 +166,8 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
     if not whole and one.suffices:
         context += f", enough for {amount(one.tokens, 'token')}"
     elif not whole:
-        context += f", too few for {amount(one.tokens, 'token')}; eviction does not extend them"
+        too_few = f"too few for {amount(one.tokens, 'token')} and an answer"
+        context += f", {too_few}; eviction does not extend them"
     yield "context", context
     full = each(lambda made: f"{size(made.full)} for {made.tokens:,}")
     yield "cache", f"{size(one.token_bytes)} a token, {full} without eviction"
@@ -174,7 +175,10 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
     yield "memory", f"{free} ({one.memory})"
     *others, last = [f"{made.tokens:,}" for made in made]
     lengths = f"{', '.join(others)} or {last}" if others else last
-    yield "plan", f"read {lengths} tokens, write {one.answer:,}; budget {one.budget}"
+    read = "1 token" if lengths == "1" else f"{lengths} tokens"
+    room = one.positions > max(made.tokens for made in made)
+    answer = f"write {one.answer:,}" if room else "no position left to write an answer"
+    yield "plan", f"read {read}, {answer}; budget {one.budget}"
     if any(made.tier for made in made):
         tier = each(
             lambda made: f"{size(made.tier)} (in int8 {size(made.tier_int8)}) for {made.tokens:,}"

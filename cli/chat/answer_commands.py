@@ -151,8 +151,8 @@ def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
     took = f"{found.seconds:.1f} s"
     if not found.differs:
         said = (
-            f"the same: all {amount(found.same, 'token')}, each written from all that was "
-            f"read ({took})"
+            f"the same: {'all ' if found.same > 1 else ''}{amount(found.same, 'token')}, each "
+            f"written from all that was read ({took})"
         )
         return folded(said, screen.width, "  ", screen.encoding)
     lines = []

@@ -191,7 +191,7 @@ def ask(
         keeper.close()
     report = session.report
     assert report is not None, "a finished turn has a report"
-    if not interface.stats:
+    if as_json or not interface.stats:
         _say_what_is_gone(report, terminal)
     if as_json:
         thoughts = thoughts_of(session.turns[-1])

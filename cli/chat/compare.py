@@ -259,7 +259,8 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
     """How many of its first tokens an answer has in common with the full cache's."""
     count = amount(len(full), "token")
     if tokens == full:
-        return f"all {count}" if full else "both are empty"
+        every = count if len(full) == 1 else f"all {count}"
+        return every if full else "both are empty"
     both = zip(tokens, full, strict=False)
     first = next((i for i, (a, b) in enumerate(both) if a != b), min(len(tokens), len(full)))
     return f"first {first:,} of {count}" if first else f"none of {count}"

@@ -402,7 +402,7 @@ def rewritten(
     return Verification(tuple(second), answer.text, same, differs, was, now, complete, took)
 
 
-_HINT = "with `tier` and `reuse` at auto, the next answer can be"
+_HINT = '`reuse="auto"` with a tier makes that possible for the next answer'
 
 
 def _why_not(recall: Recall) -> str:

@@ -422,7 +422,7 @@ def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
     ("tokens", "full", "said"),
     [
         ((1, 2), (1, 2), "all 2 tokens"),
-        ((1,), (1,), "all 1 token"),
+        ((1,), (1,), "1 token"),
         ((), (), "both are empty"),
         ((1, 3), (1, 2), "first 1 of 2 tokens"),
         ((1, 2), (1, 2, 3), "first 2 of 3 tokens"),
