@@ -18,13 +18,19 @@ from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, list_of
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT
-from minikv.settings import ADVANCED, Generation, Settings
+from minikv.settings import ADVANCED, Generation, Settings, settings_of
 
 _SERVED = (
     f"{MODEL} keep_packed policy budget decode stride kv reuse tier tier_dtype remember "
     "fidelity options seed threads kernels"
 )
 """The settings of a server: the others are of one conversation."""
+_SERVED_TOKENS = replace(
+    SETTINGS["max_tokens"],
+    default=4096,
+    help="longest answer, in tokens, to a request that sets no limit",
+)
+"""Clients that write files and long texts send no limit, and would not see where 512 cut them."""
 
 
 @alone
@@ -83,7 +89,7 @@ def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> No
 def serve(
     call: Call,
     settings: Annotated[Settings, Only(_SERVED)],
-    generation: Generation,
+    generation: Annotated[Generation, Only(" ".join(settings_of(Generation)), _SERVED_TOKENS)],
     interface: Annotated[Interface, Only("quiet debug")],
     host: Annotated[
         str, flag("--host", "the address to listen at; another than this machine's needs a key")

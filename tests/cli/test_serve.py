@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from typed import fake_chat, invoke
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.chat.store import Store
+from minikv.chat.transcript import Message
 from minikv.cli.serve import app, command
 from minikv.loader import build
 from minikv.models import BUNDLED
@@ -146,6 +148,32 @@ def test_a_client_that_sends_the_conversation_each_time_gets_the_answers_of_a_ch
         assert answer(one, short, two) == asked(one, two, tokens=5)
     with Served(recalling(tier, tmp_path, **how)) as server:  # it has what the store kept
         assert answer(one) == first
+
+
+_LLM = {"stream": True, "stream_options": {"include_usage": True}}
+_LLM_WHOLE = {"stream": False, "max_tokens": 10, "seed": 5, "temperature": 0.0}
+_AIDER = {"temperature": 0, "stream": True}
+
+
+@pytest.mark.parametrize(
+    ("more", "roles"),
+    [
+        (_LLM, "system user"),
+        (_LLM, "user assistant user"),
+        (_LLM_WHOLE, "user"),
+        (_AIDER, "system user assistant user assistant user assistant user"),
+    ],
+)
+def test_requests_as_clients_send_them(more: dict[str, Any], roles: str) -> None:
+    """As recorded from llm 0.36 and aider 0.86 (which gives examples and files as turns)."""
+    messages = [Message(role, f"{n}: {DOCUMENT[:50]}") for n, role in enumerate(roles.split())]
+    anew = recalling("file")
+    anew.follow(messages[:-1])
+    expected = said(anew, messages[-1].content, more.get("max_tokens", 12))
+    with Served(recalling("file")) as server:
+        body = {"model": "m", "messages": [asdict(each) for each in messages], **more}
+        text = deltas(server.lines(body)) if more["stream"] else content(server.post(body).json())
+    assert text == expected != ""
 
 
 def test_thoughts_are_a_part_of_their_own() -> None:
@@ -443,13 +471,15 @@ def test_without_the_extra_a_line_says_what_to_install(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("number", "times", "code"), [("INT", 1, 130), ("INT", 2, 130), ("TERM", 1, 143)]
+    ("number", "times", "code", "limit"),
+    [("INT", 1, 130, 3), ("INT", 2, 130, 4096), ("TERM", 1, 143, 3)],
 )
-def test_the_server_of_the_command_line(number: str, times: int, code: int) -> None:
+def test_the_server_of_the_command_line(number: str, times: int, code: int, limit: int) -> None:
     """A process of its own answers, says what it cost, and ends with a signal, also while a client
     is sending."""
+    flags = ["--max-tokens", str(limit)] if limit != 4096 else []
     started = subprocess.Popen(
-        [sys.executable, "-m", "minikv", "serve", "--port", "0", "--max-tokens", "3"],
+        [sys.executable, "-m", "minikv", "serve", "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"MINIKV_API_KEY": "k", "MINIKV_POLICY": "streaming"},
@@ -463,7 +493,8 @@ def test_the_server_of_the_command_line(number: str, times: int, code: int) -> N
             model="bundled", messages=[{"role": "user", "content": MAKES}]
         )
         assert made.usage is not None
-        assert made.usage.model_dump()["minikv"]["policy"] == "streaming"
+        record = made.usage.model_dump()["minikv"]
+        assert (record["policy"], record["sampling"]["max_tokens"]) == ("streaming", limit)
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="q", max_retries=0).models.list()
         port = int(url.split(":")[2].split("/")[0])
@@ -474,7 +505,7 @@ def test_the_server_of_the_command_line(number: str, times: int, code: int) -> N
                 started.send_signal(signal.Signals[f"SIG{number}"])
             assert started.wait(60) == code
         told = started.stderr.read()
-    assert told.startswith("1 token" if "1 token " in told else "3 tokens")
+    assert told.startswith(f"{made.usage.completion_tokens} token")
     assert "nothing evicted" in told
     assert "Traceback" not in told
 
