@@ -21,7 +21,7 @@ def uniform(seed: int, *keys: Tensor | int) -> Tensor:
         state = _mix(torch.as_tensor(state) ^ _mix(torch.as_tensor(key)))
     assert isinstance(state, Tensor), "a draw needs a key"
     # 23 bits and a half are exact in float32; with 24 the largest draw would be rounded to 1.
-    return (_shift(state, 41).to(torch.float32) + 0.5) / (1 << 23)
+    return _shift(state, 41).to(torch.float32).add_(0.5).mul_(1 / (1 << 23))
 
 
 def row_uniform(seed: int, layer: int, position: int, pos: Tensor) -> Tensor:
@@ -39,14 +39,14 @@ def gumbel(drawn: Tensor) -> Tensor:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Shift int64 to the right by `bits`, with zeros from the left."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = x.to(torch.int64) + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift(x, 31)
+    x = x.to(torch.int64) + _signed(0x9E3779B97F4A7C15)  # a copy, which the rest changes in place
+    x.bitwise_xor_(_shift(x, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shift(x, 27)).mul_(_signed(0x94D049BB133111EB))
+    return x.bitwise_xor_(_shift(x, 31))
 
 
 def _signed(x: int) -> int:

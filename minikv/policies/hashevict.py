@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView
-from minikv.policies.bits import BITS, ones
+from minikv.policies.bits import ones
 from minikv.policies.options import Method, option
 
 
@@ -93,10 +93,7 @@ def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
     stored = stored.to(torch.int64)
     if probes.shape[1] <= bits:
         differ = probes[:, :, None] ^ stored[:, None]  # [H, P, N]
-        distance = ones(differ & 0xFFFFFFFF)
-        if bits > BITS:
-            distance += ones((differ >> BITS) & 0xFFFFFFFF)
-        return distance.sum(1).to(torch.float32)
+        return ones(differ).sum(1).to(torch.float32)
     each = torch.arange(bits, device=stored.device)
     # A bit that is set adds the number of probes that have a 0 there, the others that of those with
     # a 1.

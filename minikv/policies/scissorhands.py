@@ -19,10 +19,14 @@ from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import Part, Queries
 from minikv.policies import options
 from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.bits import BITS, ones
+from minikv.policies.bits import ones
 from minikv.policies.options import Method, option
 from minikv.policies.selection import in_blocks
 
+BITS = 62
+"""Bits of a word: an int64 has one more, so that a shift by one stays positive, and a sign."""
+LAST = 32
+"""Queries of a prompt that count, at most."""
 EVEN = 2.0**-13
 """A probability counts as an even share if it is lower by at most this part of the share, because
 attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
@@ -41,7 +45,7 @@ class ScissorHands(StepPolicy):
 
     @property
     def prompt_history(self) -> int:  # type: ignore[override]
-        return min(BITS, self.history)
+        return min(LAST, self.history)
 
     @property
     def columns(self) -> dict[str, torch.dtype]:

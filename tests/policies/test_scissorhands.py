@@ -17,7 +17,7 @@ from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
 
 
-@pytest.mark.parametrize("window", [5, 32, 40, 64, 100])
+@pytest.mark.parametrize("window", [5, 61, 62, 63, 124, 126])
 def test_scissorhands_counts_the_last_queries(window: int) -> None:
     """C1: the shift register against an explicit recount, rows joining along the way."""
     step = ScissorHands(sinks=4, recent=10, history=window)
@@ -122,7 +122,7 @@ def test_beside_a_prompt_policy_with_scores_of_its_own() -> None:
 def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     """A conversation that is read again shows 32 queries, of which four are the last turn's; of
     those a row has only the ones from its own on. What was counted before moves up."""
-    step = ScissorHands(sinks=0, recent=1, history=40)
+    step = ScissorHands(sinks=0, recent=1, history=70)
     pos = torch.tensor([[3, 96, 98, 99, -1]])
     seen = PromptView(
         0,
@@ -143,13 +143,14 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     }
     found = step.init(replace(seen, carried=old))
     assert found["below0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
-    old["below0"][0, 0] |= 0b1011 << 28
+    old["below0"][0, 0] |= 0b1011 << 58
     moved = step.init(replace(seen, carried=old))
     assert [moved["below0"][0, 0], moved["below1"][0, 0]] == [0b1011111, 0b1011]
     assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
-    assert found["queries"].tolist()[0][:4] == [40.0, 4.0, 2.0, 1.0]
+    assert found["queries"].tolist()[0][:4] == [43.0, 4.0, 2.0, 1.0]
 
 
 def test_ones_counts_the_bits_of_a_word() -> None:
-    numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF]
+    numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF, (1 << 63) - 1, 0x5A << 55]
     assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]
+    assert ones(torch.tensor([-1, -(1 << 63)])).tolist() == [64, 1]
