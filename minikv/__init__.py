@@ -7,6 +7,7 @@ tokens, N rows in a padded view, R rows in the arena, V vocabulary, W rows of an
 from __future__ import annotations
 
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minikv.errors import MinikvError
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["ChatSession", "MinikvError", "TurnReport", "__version__", "load"]
+
+if not (Path(__file__).parent / "kernels").exists():  # a clone has it beside this folder
+    __path__.append(str(Path(__file__).parents[1]))
 
 
 def __getattr__(name: str) -> type:

@@ -275,3 +275,15 @@ def test_nothing_is_imported_under_a_bare_name() -> None:
     )
     assert not loaded & {"models", "kernels", "cli", "transformers"}
     assert "minikv.chat.session" in loaded
+
+
+def test_python_in_a_clone_finds_all_of_it() -> None:
+    """Also where minikv is installed, but not as a link to the clone."""
+    code = (
+        "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
+        "import minikv.kernels.dispatch, minikv.models, minikv.cli.main; print(minikv.__file__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert Path(done.stdout.strip()) == ROOT / "minikv/__init__.py"
