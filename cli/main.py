@@ -82,6 +82,7 @@ _GONE = {
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
     "config path": "`minikv config show` says which file each value comes from",
     "chats --json": "`minikv chats` prints one line for each chat, which a pipe gets uncut",
+    "chats show --json": "minikv chat --resume NAME, then /export chat.json",
     "cache --json": "`minikv cache` prints one line for each prompt, which a pipe gets uncut",
     "policies --json": "`minikv policies show NAME` prints the options and their defaults",
     "bench kernels": "`minikv bench decode` and `minikv bench prefill` measure whole steps",
@@ -145,7 +146,9 @@ def _told(message: str) -> str:
     from minikv.settings import GONE
 
     name, command = unknown[1], sys.argv[1]
+    below = " ".join(sys.argv[1:3])
     words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
+    words = words or _GONE.get(f"{below} {name}")
     words = words or _GONE.get(name if name == command else f"{command} {name}")
     return f"{name} is gone: {worded(words)}" if words else message
 

@@ -62,7 +62,10 @@ def _retry(context: Context, arguments: list[str]) -> None:
     session.check(eviction)  # before anything is taken back
     if context.stopped is None or context.stopped not in session.undone[:1]:
         if not session.turns:
-            raise UsageError("there is no question to ask again", "ask something first")
+            raise UsageError(
+                "no question was read yet that could be asked again",
+                "type one; the arrow up brings back one that was stopped",
+            )
         session.undo()
     question = session.undone[0].question
     own, other = (session.eviction, session.seed), eviction != session.eviction

@@ -136,7 +136,7 @@ def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk) -> Non
     assert [turn.question for turn in talk.session.turns] == ["one"]
     assert talk.ask("two") == second
     talk.run("undo 2")
-    assert "there is no question to ask again" in talk.refused("retry")
+    assert "no question was read yet" in talk.refused("retry")
 
 
 def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
@@ -271,7 +271,7 @@ def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) ->
     ],
 )
 def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -> None:
-    assert "there is no question to ask again" in real.refused("retry")
+    assert "no question was read yet" in real.refused("retry")
     real.ask("Who?")
     assert said in real.refused(line)
     assert len(real.session.turns) == 1
