@@ -1,15 +1,20 @@
-"""Where a user's files are: under $MINIKV_HOME, else in the XDG directories.
+"""Where a user's files are: under $MINIKV_HOME, else in the XDG directories. How they are opened
+and written: for the user alone, and no link is followed.
 
 The XDG directories are used on macOS, too, because minikv has always kept its files there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 from pathlib import Path
+from typing import Any
 
 from minikv.checks import quoted
 from minikv.errors import UsageError
+from minikv.models.packed_files import make
 
 HOME = "MINIKV_HOME"
 
@@ -53,3 +58,38 @@ def _under(kind: str) -> Path:
     except RuntimeError:
         raise UsageError("there is no home directory", f"set {HOME} to a directory") from None
     return found
+
+
+def private(folder: Path) -> Path:
+    """Make a directory and its missing parents for the user alone. Raises OSError."""
+    make(folder)
+    return folder
+
+
+def opened(path: Path) -> Any:
+    """A regular file to read, no link. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(0, "not a regular file")
+    return open(handle, "rb")
+
+
+def write(folder: Path, name: str, data: bytes, mode: int = 0o600) -> None:
+    """Put a file there in one step. If that fails, what was there before stays. mode: less what the
+    user's umask takes away. Raises OSError."""
+    temporary = folder / f".minikv-{os.getpid()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    handle = os.open(temporary, flags, mode)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, folder / name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise

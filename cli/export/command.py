@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from minikv.chat.report import size
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.saved import database
+from minikv.cli.paths import write
 from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 
@@ -45,7 +45,7 @@ def export(context: Context, arguments: list[str]) -> None:
     data = rendered(gather(context.session), kind).encode()
     _refuse(path, _FORCE in arguments)
     try:
-        database.write(path.parent, path.name, data, 0o666)
+        write(path.parent, path.name, data, 0o666)
     except OSError as error:
         raise _cannot(path, error) from None
     context.terminal.say(f"{clean(str(path))}: {size(len(data))}")

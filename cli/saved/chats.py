@@ -17,9 +17,8 @@ from minikv.cache.budget import Budget
 from minikv.chat.report import amount, size, thought_for
 from minikv.checks import quoted
 from minikv.cli.paths import cache_folder, chats_folder
-from minikv.cli.saved import listing as lists
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere, check_name
-from minikv.cli.saved.listing import listing, unknown
+from minikv.cli.saved.listing import Entry, listing, unknown
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
@@ -29,7 +28,7 @@ from minikv.cli.settings.flags import Call, Only, Yes, command, flag, group
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
-    from minikv.chat.store import Entry, Store
+    from minikv.chat.store import Store
 
 
 _UNITS = {"min": 60, "h": 3600, "d": 86400, "w": 604_800, "mo": 2_592_000, "y": 31_536_000}
@@ -57,7 +56,7 @@ def listed(call: Call, interface: Annotated[Interface, Only("chats_limit")]) -> 
     warn_of(interface.chats_limit, terminal)
 
 
-def table(entries: Sequence[lists.Entry]) -> list[str]:
+def table(entries: Sequence[Entry]) -> list[str]:
     """A line for each saved chat, below a head."""
     rows = [("NAME", "TURNS", "AGE", "SIZE", "DOCS", "FIRST QUESTION")]
     rows += [
@@ -236,7 +235,7 @@ def forget(
     for name in names:
         if name not in entries:
             raise UsageError(f"no prompt {name!r} is kept", "`minikv cache` lists them")
-    chosen: list[Entry] = [entries[name] for name in names or entries]
+    chosen = [entries[name] for name in names or entries]
     rest = [one for one in entries.values() if one not in chosen]
     total, what = taken(entries.values()) - taken(rest), amount(len(chosen), "prompt")
     if not chosen or not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):

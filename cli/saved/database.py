@@ -2,7 +2,8 @@
 
 Each row ends with a checksum of the others' values, because SQLite does not notice a changed bit of
 a text. An open chat holds a transaction, whose lock keeps other processes from writing; they can
-read what was saved last.
+read what was saved last. A new file is written beside the chat's and takes its place when it is
+whole.
 """
 
 from __future__ import annotations
@@ -16,15 +17,13 @@ import re
 import sqlite3
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from minikv.chat.report import clipped
-from minikv.cli.paths import chats_folder
+from minikv.cli.paths import chats_folder, opened, private
 from minikv.errors import UsageError
-from minikv.models.packed_files import make
 
 LAST = "last-ask"
 """The name of the chat of the last `minikv ask`, for `--continue`. The next one takes its place."""
@@ -63,41 +62,6 @@ def new_folder(name: str) -> str:
     raise OSError(0, f"no free name like {name}")
 
 
-def private(folder: Path) -> Path:
-    """Make a directory and its missing parents for the user alone. Raises OSError."""
-    make(folder)
-    return folder
-
-
-def opened(path: Path) -> Any:
-    """A regular file to read, no link. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(0, "not a regular file")
-    return open(handle, "rb")
-
-
-def write(folder: Path, name: str, data: bytes, mode: int = 0o600) -> None:
-    """Put a file there in one step. If that fails, what was there before stays. mode: less what the
-    user's umask takes away. Raises OSError."""
-    temporary = folder / f".minikv-{os.getpid()}.tmp"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    handle = os.open(temporary, flags, mode)
-    try:
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, folder / name)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 FILE = "chat.db"
 REREAD = "--reread resumes the chat without it: the next question reads it again"
 DAMAGE = (
@@ -127,7 +91,6 @@ _VERSION = 2  # PRAGMA user_version; before there were directories of files
 _PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON")
 _WAIT = 5  # seconds for which another process may read, or write
 _ASK = 0.3  # seconds after which a chat is open elsewhere
-_NEW = f"{FILE}.new"
 _MOST = 65 << 20  # bytes of a value
 _PART = 4 << 20  # bytes of a part of the cache
 _NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")
@@ -147,36 +110,32 @@ class ChatFile:
     """An open file of a saved chat. locks: whether its file system can lock files. wrong: what
     SQLite finds damaged in it, or "" (only looked for with a lock)."""
 
-    def __init__(
-        self, name: str, *, lock: bool = False, new: bool = False, file: str = FILE
-    ) -> None:
-        """lock: keep other processes from writing, until it is closed. new: create and lock it.
-        Raises FileNotFoundError if there is none, UsageError, OSError, and `DAMAGE`."""
-        self.wrong = ""
-        self.name, self.path, self._new = name, chats_folder() / name / file, new
-        if new:
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    def __init__(self, name: str, *, lock: bool = False) -> None:
+        """lock: keep other processes from writing, until it is closed. Raises FileNotFoundError if
+        there is none, UsageError if another process has the lock, OSError, and `DAMAGE`."""
+        self.name, self.path, self.wrong = name, chats_folder() / name / FILE, ""
         self._stat = os.lstat(self.path)
         if not stat.S_ISREG(self._stat.st_mode):
             raise OSError(0, "not a regular file")
         _refuse_journal(self.path)
         self.locks = _can_lock(self.path.parent)
+        unlocked = "" if self.locks else "&nolock=1" if lock else "&immutable=1"
+        self._db = _connected(self.path, unlocked, _ASK if lock else _WAIT)
         try:
-            self._db = self._opened(lock or new)
-        except sqlite3.Error as error:
-            raise _os_error(error, self.path) if new else error from None
-        self._reading = self._db.cursor()
-        try:
-            if not new:
-                self._check(whole=lock)
-            self._own = {None if new else self._seal_in_file()}
+            self._begin(lock)
+            self._refuse_others()
+            if lock and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
+                self.wrong = wrong  # nothing may be written into it
+            self._own = {self._seal_in_file()}
+            if not self.locks:  # no transaction stays open: another process may write meanwhile
+                self._db.rollback()
+            self._db.execute(f"PRAGMA busy_timeout = {1000 * _WAIT}")
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Close and unlock it, even if an error keeps an unfinished `rows` alive."""
-        self._reading.close()
+        """Close and unlock it."""
         self._db.close()
 
     @property
@@ -184,30 +143,32 @@ class ChatFile:
         """Whether the file was removed meanwhile."""
         return not os.path.lexists(self.path)
 
-    def rows(self, table: str) -> Iterator[Any]:
-        """The rows of one of `TABLES` in order, each as its values; of one table at a time. Raises
-        `DAMAGE`."""
+    def rows(self, table: str) -> list[Any]:
+        """The rows of one of `TABLES` in order, each as its values. Raises `DAMAGE`."""
         kinds = [bytes if column in _BINARY else str for column in TABLES[table]]
-        found = self._reading.execute(f"SELECT * FROM {table} ORDER BY number")
+        found = self._db.execute(f"SELECT * FROM {table} ORDER BY number").fetchall()
         for at, (number, *values, seal) in enumerate(found):
             if (number, seal) != (at, _seal(values)) or [*map(type, values)] != kinds:
                 raise ValueError(
                     f"a checksum in table {table} does not fit: it was edited or damaged"
                 )
-            yield values
+        return [row[1:-1] for row in found]
 
     def write(self, rows: Mapping[str, Iterable[Sequence[str | bytes]]], same: int = 0) -> None:
         """Make these the rows of each table, all of them or, where that fails, none. same: the
         first turns, which are in the file already. Raises OSError, and UsageError if another
         process has the chat now, or has saved it."""
         try:
-            self.check()
-            if self._new:
-                for statement in _SCHEMA.values():
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {_VERSION}")
+            self._begin(lock=True)
+            # PRAGMA data_version does not tell: after an error of a read or write it changes, too.
+            saved = self._seal_in_file() not in self._own
+            if saved or not os.path.samestat(os.lstat(self.path), self._stat):
+                raise UsageError(
+                    f"another minikv has saved chat {self.name}",
+                    "/fork NAME saves this one beside it",
+                )
             for table in TABLES:
-                self._put(table, rows[table], same if table == "turn" else 0)
+                _put(self._db, table, rows[table], same if table == "turn" else 0)
             seal = self._seal_in_file()
             self._own.add(seal)  # a COMMIT that raises may have saved it
             self._db.execute("COMMIT")
@@ -215,85 +176,30 @@ class ChatFile:
         except sqlite3.Error as error:
             raise _os_error(error, self.path) from None
         finally:
-            with contextlib.suppress(sqlite3.Error):  # then the next save raises it
+            with contextlib.suppress(sqlite3.Error, UsageError):  # then the next save raises it
                 self._db.rollback()
                 if self.locks:
-                    self._db.execute("BEGIN IMMEDIATE")
-        self._new = False
+                    self._begin(lock=True)
 
-    def _put(self, table: str, rows: Iterable[Sequence[str | bytes]], begin: int) -> None:
-        """Make these the rows of a table from number `begin` on. Only rows that differ from those
-        in the file are written."""
-        columns = (*TABLES[table], "seal")
-        changed = ", ".join(f"excluded.{column}" for column in columns)
-        end = begin
-        for end, values in enumerate(rows, begin + 1):
-            self._db.execute(
-                f"INSERT INTO {table} VALUES ({'?, ' * len(columns)}?) ON CONFLICT (number) DO "
-                f"UPDATE SET ({', '.join(columns)}) = ({changed}) WHERE seal != excluded.seal",
-                (end - 1, *values, _seal(values)),
-            )
-        self._db.execute(f"DELETE FROM {table} WHERE number >= ?", (end,))
-
-    def _opened(self, lock: bool) -> sqlite3.Connection:
-        """A connection, in a transaction if the file system can lock. Raises UsageError if another
-        process has the chat, and sqlite3.Error."""
-        unlocked = "" if self.locks else "&nolock=1" if lock else "&immutable=1"
-        db = sqlite3.connect(
-            f"file:{quote(os.fsencode(self.path))}?mode=rw{unlocked}",
-            timeout=_ASK if lock else _WAIT,
-            isolation_level=None,
-            uri=True,
-        )
+    def _begin(self, lock: bool) -> None:
+        """Be in a transaction. Raises UsageError if another process has the chat."""
         try:
-            db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
-            db.text_factory = bytes.decode  # whose error does not quote the text
-            for pragma in _PRAGMAS:
-                db.execute(f"PRAGMA {pragma}")
-            # Without locks no transaction stays open: another process could write meanwhile.
-            db.execute("BEGIN IMMEDIATE" if lock and self.locks else "BEGIN")
-            db.execute("PRAGMA user_version")  # reads, which needs a lock
-            if lock and not self.locks:
-                db.execute("COMMIT")
-            db.execute(f"PRAGMA busy_timeout = {1000 * _WAIT}")
+            if not self._db.in_transaction:
+                self._db.execute("BEGIN IMMEDIATE" if lock else "BEGIN")
+            self._value("PRAGMA user_version")  # reads, which needs a lock
         except sqlite3.Error as error:
-            db.close()
             busy = lock and _code(error) == sqlite3.SQLITE_BUSY
             raise (OpenElsewhere(self.name) if busy else error) from None
-        return db
 
-    def _check(self, *, whole: bool) -> None:
+    def _refuse_others(self) -> None:
         """Refuse what no chat has: of a file by a stranger, no view, trigger or expression is
-        touched. whole: read every page, because nothing may be written into a damaged file."""
+        touched. Raises ValueError."""
         found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
         version = self._value("PRAGMA user_version")
-        if not found and not version:
-            if not self.path.stat().st_size and not any(self.path.parent.glob("tier*")):
-                # Its first save was cut off.
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
-            raise ValueError("its file is empty")
         if version != _VERSION:
             raise ValueError(f"format {version}, not {_VERSION}")
         if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
             raise ValueError("its tables are not those of a chat")
-        if whole and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
-            self.wrong = wrong
-
-    def check(self) -> None:
-        """Take the lock again if it was lost. Raises UsageError if another process has the chat
-        now, or has saved it, and OSError."""
-        try:
-            if not self._db.in_transaction:
-                self._db.execute("BEGIN IMMEDIATE")
-            # PRAGMA data_version does not tell: after an error of a read or write it changes, too.
-            saved = not self._new and self._seal_in_file() not in self._own
-        except sqlite3.Error as error:
-            busy, failed = OpenElsewhere(self.name), _os_error(error, self.path)
-            raise (busy if _code(error) == sqlite3.SQLITE_BUSY else failed) from None
-        if saved or not os.path.samestat(os.lstat(self.path), self._stat):
-            raise UsageError(
-                f"another minikv has saved chat {self.name}", "/fork NAME saves this one beside it"
-            )
 
     def _seal_in_file(self) -> Any:
         return self._value("SELECT max(seal) FROM chat")
@@ -306,45 +212,77 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
     """Put a new file with these rows in the place of a chat's file. If that fails, the old one is
     as it was. Waits for others that do so. Raises OSError, and what `rows` raise."""
     folder = chats_folder() / name
+    new = folder / f"{FILE}.new"
     with contextlib.ExitStack() as stack:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, handle)
         with contextlib.suppress(OSError):  # a file system that cannot lock
             fcntl.flock(handle, fcntl.LOCK_EX)
-        for leftover in (_NEW, f"{_NEW}-journal"):
-            (folder / leftover).unlink(missing_ok=True)
+        new.unlink(missing_ok=True)
         try:
-            with contextlib.closing(ChatFile(name, new=True, file=_NEW)) as new:
-                new.write(rows)
-            os.replace(folder / _NEW, folder / FILE)
-        except BaseException:
-            (folder / _NEW).unlink(missing_ok=True)
-            raise
+            os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            db = stack.enter_context(contextlib.closing(_connected(new, "&nolock=1")))
+            db.execute("PRAGMA journal_mode = OFF")  # a file that is not whole is thrown away
+            db.execute("BEGIN")
+            for statement in _SCHEMA.values():
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version = {_VERSION}")
+            for table in TABLES:
+                _put(db, table, rows[table])
+            db.execute("COMMIT")
+            db.close()
+            _roll_back(name)
+            os.replace(new, folder / FILE)
+        except BaseException as error:
+            new.unlink(missing_ok=True)
+            raise _os_error(error, new) if isinstance(error, sqlite3.Error) else error from None
 
 
-def parts(data: bytes) -> Iterator[tuple[bytes]]:
+def _roll_back(name: str) -> None:
+    """Undo a save that was killed: SQLite would undo it in the file that comes in its place."""
+    with contextlib.suppress(OSError, UsageError, *DAMAGE):
+        ChatFile(name).close()
+    (chats_folder() / name / f"{FILE}-journal").unlink(missing_ok=True)
+
+
+def _put(
+    db: sqlite3.Connection, table: str, rows: Iterable[Sequence[str | bytes]], begin: int = 0
+) -> None:
+    """Make these the rows of a table from number `begin` on. Only rows that differ from those in
+    the file are written."""
+    columns = (*TABLES[table], "seal")
+    changed = ", ".join(f"excluded.{column}" for column in columns)
+    end = begin
+    for end, values in enumerate(rows, begin + 1):
+        db.execute(
+            f"INSERT INTO {table} VALUES ({'?, ' * len(columns)}?) ON CONFLICT (number) DO "
+            f"UPDATE SET ({', '.join(columns)}) = ({changed}) WHERE seal != excluded.seal",
+            (end - 1, *values, _seal(values)),
+        )
+    db.execute(f"DELETE FROM {table} WHERE number >= ?", (end,))
+
+
+def _connected(path: Path, how: str, wait: float = 0) -> sqlite3.Connection:
+    """A connection to a file that is there. wait: seconds, for other processes. Raises
+    sqlite3.Error."""
+    uri = f"file:{quote(os.fsencode(path))}?mode=rw{how}"
+    db = sqlite3.connect(uri, timeout=wait, isolation_level=None, uri=True)
+    db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
+    db.text_factory = bytes.decode  # whose error does not quote the text
+    for pragma in _PRAGMAS:
+        db.execute(f"PRAGMA {pragma}")
+    return db
+
+
+def parts(data: bytes) -> list[tuple[bytes]]:
     """Bytes as rows of the table of the cache: SQLite copies a value several times."""
-    return ((data[at : at + _PART],) for at in range(0, len(data), _PART))
+    return [(data[at : at + _PART],) for at in range(0, len(data), _PART)]
 
 
-@contextlib.contextmanager
-def damage(name: str, hint: str = "") -> Iterator[None]:
-    """Turns every error that a damaged file leads to into one UsageError with the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
-    except DAMAGE as error:
-        if isinstance(error, sqlite3.Error) and _code(error) not in _NO_CHAT:
-            raise UsageError(f"chat {name} cannot be read: {error}") from None
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(
-            f"chat {name} is damaged: {clipped(what, 200)}",
-            hint or f"`minikv chats rm {name}` removes it",
-        ) from None
-
-
-_NO_CHAT = (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+def unreadable(error: Exception) -> bool:
+    """Whether it is an error of the disk or of a lock, and says nothing about the file."""
+    content = (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+    return isinstance(error, sqlite3.Error) and _code(error) not in content
 
 
 def _code(error: sqlite3.Error) -> int | None:

@@ -10,40 +10,34 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.report import amount
-from minikv.chat.transcript import TokenLog
 from minikv.cli.failures import explain
-from minikv.cli.paths import chats_folder
+from minikv.cli.paths import chats_folder, private
 from minikv.cli.saved.database import (
     FILE,
     LAST,
     REREAD,
     ChatFile,
     check_name,
-    damage,
     new_folder,
-    private,
     renew,
 )
 from minikv.cli.saved.identity import (
     POLICY,
-    TIER,
     differences,
-    find,
     identity,
     model_identity,
-    place,
-    settle,
-    taken_out,
     tier_identity,
 )
-from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of, texts_of
+from minikv.cli.saved.listing import damage
+from minikv.cli.saved.tier import find, is_own, place, settle
+from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.config import short
 from minikv.errors import UsageError
@@ -72,8 +66,7 @@ class Keeper:
         self._conversation = 0
         self._last: tuple[Any, ...] = ()  # the state that is in the file
         self._model: tuple[str, dict[str, object]] | None = None
-        self._warned: set[str] = set()
-        self._told = False
+        self._said: set[str] = set()
 
     def attend(self, session: ChatSession) -> None:
         """If this session needs a file for its tier, put that file among the files of its chat."""
@@ -90,14 +83,12 @@ class Keeper:
         if not self.active or not self._changed(session):
             return
         try:
-            made = self._save(session, None)
+            made = self._save(session)
         except Exception as error:
             self._warn(f"this chat is not saved: {_reason(error)}; it continues unsaved")
             return
-        if made and not self._told and self._terminal.err.isatty():
-            assert self.name is not None
-            self._told = True
-            where = short(chats_folder() / self.name)
+        if made and self._first("saved") and self._terminal.err.isatty():
+            where = short(chats_folder() / str(self.name))
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
     def keep_ask(self, session: ChatSession) -> None:
@@ -126,37 +117,25 @@ class Keeper:
 
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
-        if name is not None:
-            check_name(name, own=True)
         self._changed(session)
-        try:
+        if name != self.name and name is not None:
+            _refuse_taken(name)
+        with _refused("saved"):
             self._save(session, name, whole=True)
-        except (OSError, MemoryError) as error:
-            raise UsageError(f"the chat cannot be saved: {_reason(error)}") from None
         self.active = self._named = True
-        assert self.name is not None
-        return chats_folder() / self.name
+        return chats_folder() / str(self.name)
 
     def fork(self, session: ChatSession, name: str) -> Path:
         """Save under a new name, and save there from now on; what was saved before stays as it is.
         On UsageError nothing has changed."""
-        check_name(name, own=True)
         self._changed(session)
         if self.name is None:
             return self.save(session, name)
+        _refuse_taken(name)
         if self.active:
             self.keep(session)
-        before = self.name, self._file, self._last
-        self.name, self._file, self._last = None, None, ()
-        try:
-            self._save(session, name, whole=True, forked=True)
-        except BaseException as error:
-            self.name, self._file, self._last = before
-            if isinstance(error, UsageError) or not isinstance(error, Exception):
-                raise
-            raise UsageError(f"the chat cannot be copied: {_reason(error)}") from None
-        if before[1] is not None:
-            before[1].close()
+        with _refused("copied"):
+            self._create(session, name, whole=True, forked=True)
         self.active = self._named = True
         return chats_folder() / name
 
@@ -171,21 +150,17 @@ class Keeper:
         be damaged. With `reread`, cache and tier are not used: the next question reads the whole
         conversation again. On UsageError nothing has changed.
         """
-        from minikv.cache.tier_rows import TierError
-
         mine = self._file if name == self.name else None
         with contextlib.ExitStack() as undone:
             file = mine or undone.enter_context(contextlib.closing(held(name)))
-            saved = read_from(file)
-            stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
+            saved = read_from(name, file.rows)
             rows = None if reread else self._tier(session, saved, given)
             if rows is not None:
                 undone.callback(rows.close)
-            own = session.recall.file
-            kept = not reread and own is not None and own.is_at(chats_folder() / name / TIER)
-            tier = kept or rows is not None or name == LAST
+            kept = not reread and is_own(session, name)
+            spare = kept or rows is not None or name == LAST
             with damage(name):
-                snapshot = self._snapshot(session, file, saved, stated, reread=reread, tier=tier)
+                snapshot = self._snapshot(session, file, saved, given, reread=reread, spare=spare)
                 if "seed" in given:
                     snapshot = replace(snapshot, seed=session.seed)
                 session.restore(snapshot)
@@ -195,19 +170,18 @@ class Keeper:
         if rows is not None:
             try:
                 session.recall.adopt(rows)
-            except (TierError, MemoryError, RuntimeError) as error:
+            except Exception as error:
                 self._terminal.warn(f"the tier cannot be used: {_reason(error)}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
             if setting in saved.facts:  # else it was saved by an earlier version
                 setattr(session, setting, saved.facts[setting])
         if file is not mine:
             self.close()
-        self.name, self._named, self._conversation = name, True, session.conversation
         self._hold(file)
+        self._named, self._conversation = True, session.conversation
         self._last = self._state(session)
         if name == LAST and not self._asks:
-            self.close()
-            self.name, self._named, self._last = None, False, ()
+            self._leave()
         return saved
 
     def _snapshot(
@@ -215,44 +189,35 @@ class Keeper:
         session: ChatSession,
         file: ChatFile,
         saved: Saved,
-        stated: Collection[str],
+        given: Collection[str],
         *,
         reread: bool,
-        tier: bool,
+        spare: bool,
     ) -> ChatSnapshot:
-        """The chat with its cache; without it if the caller wants that, or if there is a `tier` and
-        the cache cannot be used. Raises UsageError."""
-        here = self._identity(session)
-        found = "" if reread else differences(here, saved.facts, stated)
-        if saved.name == LAST and (other := differences(here, saved.facts, ())) and not reread:
-            raise UsageError(f"the last ask does not belong to this run: {other}")
-        if found and not tier:
-            raise UsageError(
-                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
-            )
-        if not reread and not found:
-            try:
-                snapshot = read_cache(file, saved)
-                rules, kv = snapshot.eviction.rules(), session.engine.kv
-                if snapshot.held is None or kv.accepts(snapshot.held, rules):
-                    return snapshot
+        """The chat with its cache; without it if the caller wants that, or if the cache is `spare`
+        and cannot be used. Raises UsageError."""
+        here, name = self._identity(session), saved.name
+        stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
+        if not reread:
+            if name == LAST and (other := differences(here, saved.facts, ())):
+                raise UsageError(f"the last ask does not belong to this run: {other}")
+            found = differences(here, saved.facts, stated)
+            if found and not spare:
                 raise UsageError(
-                    f"the cache of chat {saved.name} is of another version of minikv: "
-                    f"{snapshot.eviction.pair} stored other figures per token then",
-                    REREAD,
+                    f"the cache of chat {name} does not belong to this run: {found}", REREAD
                 )
+            try:
+                if not found:
+                    return _cached(session, file, saved)
             except UsageError as error:
-                if not tier:
+                if not spare:
                     raise
                 if saved.facts["cache"]:
                     self._terminal.warn(f"{error}; the tier is used in its place")
-        snapshot = saved.without_cache()
-        if reread:
-            snapshot = replace(snapshot, said=replace(snapshot.said, log=TokenLog()))
+        snapshot = saved.without_cache(known=not reread)
         vocab = session.tokenizer.vocab
-        with damage(saved.name):
-            if not all(0 <= id < vocab for id in snapshot.said.log.ids):
-                raise ValueError("its tokens are not those of this model")
+        if not all(0 <= id < vocab for id in snapshot.said.log.ids):
+            raise ValueError("its tokens are not those of this model")
         if set(stated) & set(POLICY):
             snapshot = replace(snapshot, eviction=session.eviction)
         return snapshot
@@ -261,22 +226,12 @@ class Keeper:
         """The chat's tier, if it has one that can be used. If it is damaged, a warning says so."""
         from minikv.cache.tier_rows import TierError
 
-        recall = session.recall
-        if recall.kind == "none":
-            return None
-        belongs = tier_identity(self._identity(session))
         try:
-            rows = find(session, chats_folder() / saved.name, belongs)
+            rows = find(session, saved.name, tier_identity(self._identity(session)), given)
         except TierError as error:
             self._terminal.warn(f"the tier of chat {saved.name} cannot be used: {error}")
             return None
-        if rows is None:
-            return None
-        if "tier_dtype" in given and dict(recall.columns) != dict(rows.header.columns):
-            rows.close()
-            self._terminal.note("the tier has another number format than --tier-dtype says")
-            return None
-        if rows.damage:
+        if rows is not None and rows.damage:
             again = max(0, len(saved.tokens) - rows.rows)
             self._terminal.warn(
                 f"the tier of chat {saved.name}: {rows.damage}; {amount(again, 'token')} are "
@@ -294,14 +249,13 @@ class Keeper:
     def _changed(self, session: ChatSession) -> bool:
         """Whether there is something to save. A new conversation gets a new name."""
         if session.conversation != self._conversation:
-            self.close()
-            self.name, self._named, self._last = None, False, ()
+            self._leave()
             self._conversation = session.conversation
         if not session.turns and self.name is None:
             return False
         return self._state(session) != self._last
 
-    def _state(self, session: ChatSession) -> tuple[object, ...]:
+    def _state(self, session: ChatSession) -> tuple[Any, ...]:
         return (
             list(session.turns),
             list(session.pending),
@@ -311,67 +265,66 @@ class Keeper:
             session.rereads,
         )
 
-    def _save(
-        self, session: ChatSession, name: str | None, *, whole: bool = False, forked: bool = False
-    ) -> bool:
-        """Save. Returns whether that made a new saved chat. whole: also save a tier that is in
-        memory. forked: fail if the tier cannot be saved; otherwise the chat is saved without it."""
-        from minikv.cache.tier_rows import TierError
-
-        before = self.name
-        made = self._place(name)
-        assert self.name is not None
-        folder = chats_folder() / self.name
-        try:
-            if self._file is None:
-                there = os.path.lexists(folder / FILE)
-                self._hold(held(self.name) if there else ChatFile(self.name, new=True))
-            assert self._file is not None
-            texts_of(session)  # raises, if at all, before the tier is moved
-            facts = self._identity(session)
-            if self.name != LAST:
-                try:
-                    settle(session, folder, tier_identity(facts), whole=whole)
-                except (TierError, OSError) as error:
-                    if forked:
-                        raise
-                    self._warn(f"this chat is saved without its tier: {_reason(error)}")
-            pairs = zip(session.turns, self._last[0] if self._last else (), strict=False)
-            same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
-            rows = rows_of(session, facts, ask=self.name == LAST, same=same)
-            self._file.write(rows, same)
-        except BaseException:
-            if made:  # an empty directory would be no chat
-                taken_out(session, folder)
-                shutil.rmtree(folder, ignore_errors=True)
-                self._release()
-                self.name = before
-            raise
-        self._last = self._state(session)
-        self.saved = True
-        return made
-
-    def _place(self, name: str | None) -> bool:
-        """Make a directory for the chat (returns True), or rename the one that it has."""
-        if name not in (None, self.name) and os.path.lexists(chats_folder() / str(name)):
-            raise UsageError(f"there is a chat {name} already", "choose another name")
+    def _save(self, session: ChatSession, name: str | None = None, *, whole: bool = False) -> bool:
+        """Save; with a `name`, under that. Returns whether that made a new saved chat. whole: also
+        save a tier that is in memory."""
         if self._file is not None and self._file.gone:
             self._release()
-            self._last = ()
-        if self._file is not None:
-            self._file.check()
-        if self.name is None or not (chats_folder() / self.name).is_dir():
-            self.name = new_folder(name or self.name or time.strftime("%Y-%m-%d-%H%M%S"))
+        if self.name is None or not os.path.lexists(chats_folder() / self.name / FILE):
+            name = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
+            self._create(session, name, whole=whole)
             return True
+        if self._file is None:
+            self._hold(held(self.name))
+        assert self._file is not None
+        pairs = zip(session.turns, self._last[0] if self._last else (), strict=False)
+        same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
+        facts = self._identity(session)
+        self._file.write(rows_of(session, facts, ask=self.name == LAST, same=same), same)
         if name not in (None, self.name):
             self._release()
             os.rename(chats_folder() / self.name, chats_folder() / str(name))
             self.name = name
+            self._hold(held(str(name)))
+        self._settle(session, str(self.name), whole=whole)
+        self._last, self.saved = self._state(session), True
         return False
 
+    def _create(
+        self, session: ChatSession, name: str, *, whole: bool, forked: bool = False
+    ) -> None:
+        """Save as a new chat, and save there from now on. On an error, there is no such chat.
+        forked: without its tier it is none."""
+        facts = self._identity(session)
+        there = name == self.name and (chats_folder() / name).is_dir()  # only its file is gone
+        name = name if there else new_folder(name)
+        with contextlib.ExitStack() as undone:
+            if not there:
+                undone.callback(shutil.rmtree, chats_folder() / name, ignore_errors=True)
+            renew(name, rows_of(session, facts))
+            file = undone.enter_context(contextlib.closing(held(name)))
+            self._settle(session, name, whole=whole, forked=forked)
+            undone.pop_all()
+        self._release()
+        self._hold(file)
+        self._last, self.saved = self._state(session), True
+
+    def _settle(
+        self, session: ChatSession, name: str, *, whole: bool, forked: bool = False
+    ) -> None:
+        """Put the tier among the files of the chat, which is saved without it if that fails."""
+        if name == LAST:
+            return
+        try:
+            settle(session, name, tier_identity(self._identity(session)), whole=whole)
+        except Exception as error:
+            if forked:
+                raise
+            self._warn(f"this chat is saved without its tier: {_reason(error)}")
+
     def _hold(self, file: ChatFile) -> None:
-        """From now on this is the chat's file."""
-        self._file = file
+        """From now on this is the chat's file. Nothing is known of what is in it."""
+        self._file, self.name, self._last = file, file.name, ()
         if not file.locks:
             self._warn(
                 f"files in {short(chats_folder())} cannot be locked: keep this chat open in one "
@@ -379,10 +332,14 @@ class Keeper:
             )
 
     def _warn(self, line: str) -> None:
-        """Warn, but not twice of the same."""
-        if line not in self._warned:
-            self._warned.add(line)
+        if self._first(line):
             self._terminal.warn(line)
+
+    def _first(self, line: str) -> bool:
+        """Whether this was not said before."""
+        new = line not in self._said
+        self._said.add(line)
+        return new
 
     def close(self) -> None:
         """Release the lock, so that another process can open the chat. One without a turn, which
@@ -392,10 +349,47 @@ class Keeper:
             self.name = None
         self._release()
 
+    def _leave(self) -> None:
+        """Close the chat, and save the next one under a name of its own."""
+        self.close()
+        self.name, self._named, self._last = None, False, ()
+
     def _release(self) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _cached(session: ChatSession, file: ChatFile, saved: Saved) -> ChatSnapshot:
+    """The chat with its cache. Raises UsageError if that cannot be used."""
+    snapshot = read_cache(file.rows, saved)
+    if snapshot.held is not None and not session.engine.kv.accepts(
+        snapshot.held, snapshot.eviction.rules()
+    ):
+        raise UsageError(
+            f"the cache of chat {saved.name} is of another version of minikv: "
+            f"{snapshot.eviction.pair} stored other figures per token then",
+            REREAD,
+        )
+    return snapshot
+
+
+def _refuse_taken(name: str) -> None:
+    """Raise UsageError if the user cannot give this name to a chat."""
+    check_name(name, own=True)
+    if os.path.lexists(chats_folder() / name):
+        raise UsageError(f"there is a chat {name} already", "choose another name")
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Turns every error into one UsageError that says what was not done to the chat."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"the chat cannot be {what}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:

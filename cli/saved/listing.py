@@ -1,5 +1,5 @@
-"""The list of saved chats, and the form in which version 0.1.0 saved them: `chat.jsonl` beside
-files with the documents and the cache. Needs no torch."""
+"""Saved chats by name: their list, and how one is read. Version 0.1.0 saved a chat as `chat.jsonl`
+beside files with the documents and the cache; it is read here, too. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,93 +8,34 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minikv.chat.report import clipped
 from minikv.checks import guess
-from minikv.cli.paths import chats_folder
-from minikv.cli.saved.database import DAMAGE, FILE, LAST, ChatFile, is_name, opened, parts
+from minikv.cli.paths import chats_folder, opened
+from minikv.cli.records import refuse_many
+from minikv.cli.saved.database import (
+    DAMAGE,
+    FILE,
+    LAST,
+    ChatFile,
+    check_name,
+    is_name,
+    parts,
+    unreadable,
+)
 from minikv.errors import UsageError
 
 TRANSCRIPT = "chat.jsonl"
-_FACTS = "title turns identity seed system pin_system opened_with pending curve no_cache".split()
-
-
-def is_old(folder: Path) -> bool:
-    """Whether a chat was saved by that version, and not opened since."""
-    return os.path.lexists(folder / TRANSCRIPT) and not os.path.lexists(folder / FILE)
-
-
-class OldChat:
-    """Such a chat, with the rows that its new file will have. Raises OSError and `DAMAGE`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.name, self._folder = folder.name, folder
-        body, newline, end = _bytes_of(folder / TRANSCRIPT).rstrip(b"\n").rpartition(b"\n")
-        if json.loads(end)["sha256"] != hashlib.sha256(body + newline).hexdigest():
-            raise ValueError(f"the checksum of {TRANSCRIPT} does not fit: it was cut or edited")
-        self._top, *lines = [json.loads(line) for line in body.split(b"\n")]
-        if self._top["kind"] != "chat" or self._top["identity"]["format"] != 1:
-            raise ValueError(f"{TRANSCRIPT} is of another version")
-        kinds = ("document", "turn", "tokens")
-        self._lines = {kind: [one for one in lines if one["kind"] == kind] for kind in kinds}
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-    def rows(self, table: str) -> Iterator[Any]:
-        """As `ChatFile.rows`."""
-        cache = self._top["cache"]
-        if table == "chat":
-            facts = {
-                **{key: self._top[key] for key in _FACTS},
-                "reuse": self._top.get("reuse", "once"),
-                "run": {"kv": "auto", "weights": "auto", **self._top["run"]},
-                "documents": [line["name"] for line in self._lines["document"]],
-                "cache": cache["bytes"] if cache else 0,
-            }
-            tokens = [id for line in self._lines["tokens"] for id in line["ids"]]
-            yield json.dumps(facts), array.array("i", tokens).tobytes()
-        elif table == "document":
-            for line in self._lines["document"]:
-                about = {"name": line["name"], "source": line.get("source")}
-                yield json.dumps(about), self._file(line).decode()
-        elif table == "turn":
-            for line in self._lines["turn"]:
-                about = {"documents": line["documents"], "record": line["record"]}
-                yield json.dumps(about), line["question"], line["answer"]
-        else:
-            yield from parts(self._file(cache) if cache else b"")
-
-    def _file(self, line: Mapping[str, Any]) -> bytes:
-        """A file that a line names."""
-        path = self._folder / os.path.basename(line["file"])
-        data = _bytes_of(path)
-        if hashlib.sha256(data).hexdigest() != line["sha256"]:
-            raise ValueError(f"the checksum of {path.name} does not fit: it was edited or damaged")
-        return data
-
-    def remove(self) -> None:
-        """Remove its files. The transcript goes last: while it is there, the chat is old."""
-        named = [*self._lines["document"], *filter(None, [self._top["cache"]])]
-        for name in (*(os.path.basename(line["file"]) for line in named), "lock", TRANSCRIPT):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._folder / name)
-
-
-def _bytes_of(path: Path) -> bytes:
-    with opened(path) as file:
-        data: bytes = file.read()
-    return data
-
-
 _NAMED = 5  # chats that an error names
 _TITLE = 200  # characters that are shown
 
-
-Chat = ChatFile | OldChat
+Rows = Callable[[str], Sequence[Any]]
+"""The rows of a chat by table, as `ChatFile.rows`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,45 +57,35 @@ def listing() -> list[Entry]:
         names = sorted(filter(is_name, os.listdir(chats_folder())))
     except OSError:
         return []
-    found = [entry for name in names if (entry := _entry(chats_folder() / name))]
+    found = [entry for name in names if (entry := _entry(name))]
     return sorted(found, key=lambda entry: entry.saved, reverse=True)
 
 
-def _entry(folder: Path) -> Entry | None:
-    name, early, saved = folder.name, is_old(folder), 0.0
+def _entry(name: str) -> Entry | None:
+    folder, saved = chats_folder() / name, 0.0
     try:
-        saved = (folder / (TRANSCRIPT if early else FILE)).stat().st_mtime
-        with contextlib.closing(OldChat(folder) if early else ChatFile(name)) as chat:
-            facts = facts_of(chat)
-        documents = tuple(_line(name or "piped text") for name in facts["documents"])
-        return Entry(name, saved, int(facts["turns"]), _line(str(facts["title"])), documents)
+        saved = (folder / (TRANSCRIPT if is_old(folder) else FILE)).stat().st_mtime
+        with reading(name) as rows:
+            facts = facts_of(rows)
+            documents = tuple(_line(document or "piped text") for document in facts["documents"])
+            return Entry(name, saved, int(facts["turns"]), _line(str(facts["title"])), documents)
+    except Damaged:
+        return Entry(name, saved, 0, "(damaged: it cannot be read)", damaged=True)
     except (OSError, UsageError):
         return None
-    except DAMAGE:
-        return Entry(name, saved, 0, "(damaged: it cannot be read)", damaged=True)
-
-
-def facts_of(chat: Chat) -> Mapping[str, Any]:
-    """What a chat's file says of it, as JSON. Raises `DAMAGE`."""
-    ((facts, _),) = chat.rows("chat")
-    return decoded(facts)
-
-
-def decoded(text: str) -> Mapping[str, Any]:
-    """A JSON object of a chat's file. Raises ValueError, and RecursionError."""
-    if len(text) > MOST_JSON:
-        raise ValueError("its JSON is too large")
-    found: Mapping[str, Any] = json.loads(text)
-    return found
-
-
-MOST_JSON = 16 << 20
-"""Characters of a JSON object: a list in it takes 64 bytes for two of them."""
 
 
 def _line(text: str) -> str:
     """The text in one line, cut."""
     return " ".join(text[:_TITLE].split())
+
+
+def newest() -> str:
+    """The name of the chat that was saved last, no `ask`. Raises UsageError if there is none."""
+    chats = [entry for entry in listing() if not entry.damaged and entry.name != LAST]
+    if not chats:
+        raise UsageError(f"no saved chat in {chats_folder()}", "chats are saved after every turn")
+    return chats[0].name
 
 
 def unknown(name: str) -> UsageError:
@@ -170,9 +101,121 @@ def unknown(name: str) -> UsageError:
     )
 
 
-def newest() -> str:
-    """The name of the chat that was saved last, no `ask`. Raises UsageError if there is none."""
-    chats = [entry for entry in listing() if not entry.damaged and entry.name != LAST]
-    if not chats:
-        raise UsageError(f"no saved chat in {chats_folder()}", "chats are saved after every turn")
-    return chats[0].name
+# -- reading one ----------------------------------------------------------------------------------
+
+
+class Damaged(UsageError):
+    """A chat is damaged."""
+
+
+@contextlib.contextmanager
+def damage(name: str, hint: str = "") -> Iterator[None]:
+    """Turns every error that a damaged file leads to into one UsageError with the reason, and that
+    of a chat that is not there."""
+    try:
+        yield
+    except OSError as error:
+        folder = chats_folder() / name
+        if not any(os.path.lexists(folder / file) for file in (FILE, TRANSCRIPT)):
+            raise unknown(name) from None
+        raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
+    except DAMAGE as error:
+        if unreadable(error):
+            raise UsageError(f"chat {name} cannot be read: {error}") from None
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise Damaged(
+            f"chat {name} is damaged: {clipped(what, 200)}",
+            hint or f"`minikv chats rm {name}` removes it",
+        ) from None
+
+
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[Rows]:
+    """The rows of a chat, inside. Raises UsageError, also for what reading them raises inside."""
+    check_name(name)
+    with damage(name):
+        if is_old(chats_folder() / name):
+            yield old_rows(chats_folder() / name)
+            return
+        with contextlib.closing(ChatFile(name)) as file:
+            yield file.rows
+
+
+def facts_of(rows: Rows) -> Mapping[str, Any]:
+    """What a chat's file says of it, as JSON. Raises `DAMAGE`."""
+    ((facts, _),) = rows("chat")
+    return decoded(facts)
+
+
+def decoded(text: str) -> Mapping[str, Any]:
+    """A JSON object of a chat's file. Raises ValueError, and RecursionError."""
+    refuse_many(text.encode())
+    found: Mapping[str, Any] = json.loads(text)
+    return found
+
+
+# -- version 0.1.0 --------------------------------------------------------------------------------
+
+_OLD = re.compile(r"lock|chat\.jsonl|document-[0-9a-f]{16}\.txt|cache-[0-9a-f]{16}\.safetensors")
+_FACTS = "title turns identity seed system pin_system opened_with pending curve no_cache".split()
+
+
+def is_old(folder: Path) -> bool:
+    """Whether a chat was saved by version 0.1.0, and not opened since."""
+    return os.path.lexists(folder / TRANSCRIPT) and not os.path.lexists(folder / FILE)
+
+
+def old_rows(folder: Path) -> Rows:
+    """The rows that the new file of such a chat has. Raises OSError and `DAMAGE`, as they do."""
+
+    def read(line: Mapping[str, Any]) -> bytes:
+        """The bytes of a file that a line names."""
+        path = folder / os.path.basename(line["file"])
+        with opened(path) as file:
+            data: bytes = file.read()
+        if hashlib.sha256(data).hexdigest() != line["sha256"]:
+            raise ValueError(f"the checksum of {path.name} does not fit: it was edited or damaged")
+        return data
+
+    def rows(table: str) -> Sequence[Any]:
+        if table == "document":
+            return [(_json(line, "name", "source"), read(line).decode()) for line in documents]
+        if table == "turn":
+            about = ("documents", "record")
+            return [(_json(line, *about), line["question"], line["answer"]) for line in turns]
+        if table == "cache":
+            return parts(read(cache) if cache else b"")
+        facts = {
+            **{key: top[key] for key in _FACTS},
+            "reuse": top.get("reuse", "once"),
+            "run": {"kv": "auto", "weights": "auto", **top["run"]},
+            "documents": [line["name"] for line in documents],
+            "cache": cache["bytes"] if cache else 0,
+        }
+        ids = array.array("i", [id for line in tokens for id in line["ids"]])
+        return [(json.dumps(facts), ids.tobytes())]
+
+    with opened(folder / TRANSCRIPT) as file:
+        body, newline, end = file.read().rstrip(b"\n").rpartition(b"\n")
+    if json.loads(end)["sha256"] != hashlib.sha256(body + newline).hexdigest():
+        raise ValueError(f"the checksum of {TRANSCRIPT} does not fit: it was cut or edited")
+    top, *lines = [json.loads(line) for line in body.split(b"\n")]
+    if top["kind"] != "chat" or top["identity"]["format"] != 1:
+        raise ValueError(f"{TRANSCRIPT} is of another version")
+    cache = top["cache"]
+    documents, turns, tokens = (
+        [line for line in lines if line["kind"] == kind] for kind in ("document", "turn", "tokens")
+    )
+    return rows
+
+
+def _json(line: Mapping[str, Any], *keys: str) -> str:
+    return json.dumps({key: line.get(key) for key in keys})
+
+
+def remove_old(folder: Path) -> None:
+    """Remove the files of a chat that has its new file. The transcript goes last: while it is
+    there, this is done again."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == TRANSCRIPT):
+        if _OLD.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import json
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -18,26 +16,18 @@ from minikv.chat.transcript import OVERFLOWS, REUSES, Message, TokenLog, system_
 from minikv.cli.chat.turn import thoughts_of
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import checked, report_of
-from minikv.cli.saved.database import (
-    FILE,
-    REREAD,
-    TABLES,
-    ChatFile,
-    check_name,
-    damage,
-    parts,
-    renew,
-)
-from minikv.cli.saved.identity import FORMAT, bundled, eviction_of, model_folder
+from minikv.cli.saved.database import FILE, REREAD, TABLES, ChatFile, check_name, parts, renew
+from minikv.cli.saved.identity import bundled, eviction_of, model_folder
 from minikv.cli.saved.listing import (
-    MOST_JSON,
     TRANSCRIPT,
-    Chat,
-    OldChat,
+    Rows,
+    damage,
     decoded,
     facts_of,
     is_old,
-    unknown,
+    old_rows,
+    reading,
+    remove_old,
 )
 from minikv.errors import UsageError
 from minikv.settings import WEIGHTS, Settings
@@ -47,8 +37,6 @@ if TYPE_CHECKING:
     from minikv.chat.snapshot import ChatSnapshot
     from minikv.chat.transcript import Document, Turn
 
-DOCUMENT_BYTES = 64 << 20
-"""A chat whose documents have more text than this is not saved."""
 CACHE_BYTES = 512 << 20
 """A larger cache, mostly of --policy full, is not saved with the chat."""
 _RUN = {"model", "revision", "dtype", "seed", "system", "pin_system", "kv", "weights"}
@@ -80,16 +68,16 @@ class Saved:
         """As `ChatSession.curve`."""
         return tuple((int(a), int(b), int(c)) for a, b, c in self.facts["curve"])
 
-    def without_cache(self) -> ChatSnapshot:
+    def without_cache(self, known: bool = True) -> ChatSnapshot:
         """The chat without its cache: the next question reads the whole conversation again, except
-        what a tier has of it."""
+        what a tier has of it. known: its tokens are."""
         from minikv.chat.snapshot import ChatSnapshot, Conversation
 
         said = Conversation(
             opened_with=self.opened_with,
             turns=list(self.turns),
             pending=list(self.pending),
-            log=TokenLog(self.tokens),
+            log=TokenLog(self.tokens if known else ()),
             curve=list(self.curve),
         )
         return ChatSnapshot(None, self.eviction, int(self.facts["seed"]), said)
@@ -98,56 +86,41 @@ class Saved:
 # -- reading ------------------------------------------------------------------------------
 
 
-def opened(name: str) -> Chat:
-    """A chat to read. Raises UsageError."""
-    check_name(name)
-    folder = chats_folder() / name
-    with damage(name):
-        try:
-            return OldChat(folder) if is_old(folder) else ChatFile(name)
-        except FileNotFoundError:
-            raise unknown(name) from None
-
-
 def held(name: str) -> ChatFile:
-    """A chat to read and to save, locked. minikv rewrites one of an earlier version, and one
-    whose cache alone is damaged. Raises UsageError."""
+    """A chat to read and to save, locked. One of an earlier version, and one whose cache alone is
+    damaged, is written anew first. Raises UsageError."""
     check_name(name)
     folder = chats_folder() / name
     with damage(name):
+        if is_old(folder):
+            _write_anew(name, old_rows(folder))
+            saved = os.stat(folder / TRANSCRIPT)
+            os.utime(folder / FILE, ns=(saved.st_atime_ns, saved.st_mtime_ns))
         if os.path.lexists(folder / TRANSCRIPT):
-            _modernise(folder)
-        try:
-            file = ChatFile(name, lock=True)
-        except FileNotFoundError:
-            raise unknown(name) from None
+            remove_old(folder)
+        file = ChatFile(name, lock=True)
         if not file.wrong:
             return file
         with contextlib.closing(file):
-            read_from(file)
-            rows: dict[str, Iterable[Any]] = {table: file.rows(table) for table in TABLES}
-            why = f"its file was damaged: {clipped(file.wrong, 100)}"
-            ((_, tokens),) = file.rows("chat")
-            rows["chat"] = [(_encoded({**facts_of(file), "cache": 0, "no_cache": why}), tokens)]
-            renew(name, {**rows, "cache": ()})
+            _write_anew(name, file.rows, f"its file was damaged: {clipped(file.wrong, 100)}")
         return ChatFile(name, lock=True)
 
 
-def _modernise(folder: Path) -> None:
-    """Write a chat of an earlier version as this one does, then remove its files."""
-    chat = OldChat(folder)
-    if is_old(folder):
-        read_from(chat)  # what cannot be read does not replace what can
-        renew(folder.name, {table: chat.rows(table) for table in TABLES})
-        saved = os.stat(folder / TRANSCRIPT)
-        os.utime(folder / FILE, ns=(saved.st_atime_ns, saved.st_mtime_ns))
-    chat.remove()
+def _write_anew(name: str, rows: Rows, no_cache: str = "") -> None:
+    """Write a new file for a chat. no_cache: why it has no cache from now on. Raises UsageError."""
+    read_from(name, rows)  # what cannot be read does not replace what can
+    made = {table: rows(table) for table in TABLES if table != "cache" or not no_cache}
+    if no_cache:
+        ((_, tokens),) = made["chat"]
+        facts = {**facts_of(rows), "cache": 0, "no_cache": no_cache}
+        made |= {"chat": [(json.dumps(facts), tokens)], "cache": ()}
+    renew(name, made)
 
 
 def header(name: str) -> Mapping[str, Any]:
     """The facts that build a chat's session. Raises UsageError. Needs no torch."""
-    with contextlib.closing(opened(name)) as chat, damage(name):
-        facts = facts_of(chat)
+    with reading(name) as rows:
+        facts = facts_of(rows)
         if set(facts["run"]) != _RUN:
             raise ValueError("it does not say how it was run")
         return facts
@@ -168,29 +141,24 @@ def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str
 
 def read(name: str) -> Saved:
     """A chat without its cache. Raises UsageError."""
-    with contextlib.closing(opened(name)) as chat:
-        return read_from(chat)
+    with reading(name) as rows:
+        return read_from(name, rows)
 
 
-def read_from(chat: Chat) -> Saved:
+def read_from(name: str, rows: Rows) -> Saved:
     """As `read`. Raises UsageError for anything missing or altered."""
     from minikv.chat.transcript import Document, Source, Turn
 
-    with damage(chat.name):
-        ((text, tokens),) = chat.rows("chat")
+    with damage(name):
+        ((text, tokens),) = rows("chat")
         facts = decoded(text)
-        if facts["identity"]["format"] != FORMAT:
-            raise ValueError(f"format {facts['identity']['format']!r:.20}, not {FORMAT}")
-        texts, total = list[Document](), 0
-        for about, text in chat.rows("document"):
-            total += len(text)
-            if total > DOCUMENT_BYTES:
-                raise ValueError("its documents are too large")
+        texts = list[Document]()
+        for about, text in rows("document"):
             known = decoded(about)
             source = Source(**known["source"]) if known["source"] else None
             texts.append(Document(text, _one_line(known["name"]), source))
         turns = list[Turn]()
-        for about, question, answer in chat.rows("turn"):
+        for about, question, answer in rows("turn"):
             known = decoded(about)
             documents = tuple(texts[i] for i in known["documents"])
             report = report_of(known["record"], known=True)
@@ -200,15 +168,15 @@ def read_from(chat: Chat) -> Saved:
             raise ValueError("turns or documents are missing")
         pending = tuple(texts[i] for i in facts["pending"])
         eviction, ids = eviction_of(facts["identity"]), tuple(array.array("i", tokens))
-        saved = Saved(chat.name, facts, eviction, tuple(turns), pending, ids)
+        saved = Saved(name, facts, eviction, tuple(turns), pending, ids)
         # Check now what is used later, so that damage is found before anything is changed.
         _ = saved.curve
         kinds = {"seed": int, "cache": int, "opened_with": str, "system": str, "no_cache": str}
-        for name, kind in (kinds | {"pin_system": bool}).items():
-            checked(kind, facts[name], name)
-        for name, words in (("reuse", REUSES), ("overflow", OVERFLOWS)):
-            if facts.get(name, words[0]) not in words:
-                raise ValueError(f"{name} {facts[name]!r:.20} is none")
+        for key, kind in (kinds | {"pin_system": bool}).items():
+            checked(kind, facts[key], key)
+        for key, words in (("reuse", REUSES), ("overflow", OVERFLOWS)):
+            if facts.get(key, words[0]) not in words:
+                raise ValueError(f"{key} {facts[key]!r:.20} is none")
     return saved
 
 
@@ -221,7 +189,7 @@ def _one_line(name: str | None) -> str | None:
     return name
 
 
-def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
+def read_cache(rows: Rows, saved: Saved) -> ChatSnapshot:
     """The chat with its cache. Raises UsageError."""
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -231,7 +199,7 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
     if not saved.facts["cache"]:
         raise UsageError(f"chat {saved.name} has no cache: {saved.facts['no_cache']}", REREAD)
     with damage(saved.name, REREAD):
-        data = b"".join(part for (part,) in file.rows("cache"))
+        data = b"".join(part for (part,) in rows("cache"))
         if len(data) != saved.facts["cache"]:
             raise ValueError("the cache is not as long as it was written")
         length = int.from_bytes(data[:8], "little")
@@ -260,25 +228,14 @@ def read_cache(file: ChatFile, saved: Saved) -> ChatSnapshot:
 # -- writing ------------------------------------------------------------------------------
 
 
-def texts_of(session: ChatSession) -> list[Document]:
-    """The documents of a chat, each once. Raises UsageError where they are too long to save."""
-    read = (document for turn in session.turns for document in turn.documents)
-    texts = list(dict.fromkeys((*read, *session.pending)))
-    total = sum(len(document.text.encode()) for document in texts)
-    if total > DOCUMENT_BYTES:
-        raise UsageError(
-            f"its documents have {size(total)} of text, more than the {size(DOCUMENT_BYTES)} "
-            "that are stored"
-        )
-    return texts
-
-
 def rows_of(
     session: ChatSession, identity: Mapping[str, object], *, ask: bool = False, same: int = 0
 ) -> dict[str, Iterable[Any]]:
     """The chat as the rows of its file. ask: it is that of the last `ask`. same: the first turns,
-    which are left out. Raises UsageError, OSError and MemoryError."""
-    turns, texts = session.turns, texts_of(session)
+    which are left out. Raises MemoryError."""
+    turns = session.turns
+    documents = (document for turn in turns for document in turn.documents)
+    texts = list(dict.fromkeys((*documents, *session.pending)))
     cache, why = b"", "what it holds is chosen again from what is remembered"
     if not ask or not session.recalls or session.recall.kind == "none":
         cache, why = _cache(session)
@@ -303,7 +260,7 @@ def rows_of(
     }
     tokens = array.array("i", [*session.fed, *pending_token] or session.known).tobytes()
     return {
-        "chat": [(_encoded(facts), tokens)],
+        "chat": [(json.dumps(facts), tokens)],
         "document": map(_document_row, texts),
         "turn": (_turn_row(turn, texts) for turn in turns[same:]),
         "cache": parts(cache),
@@ -324,7 +281,6 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
     state = {
         "held": snapshot.held.record(),
         "owed": session.pending_token,
-        "shaped_by": session.evicted_for_turn,
         "rereads": snapshot.said.rereads,
     }
     tensors = {f"column.{name}": column for name, column in snapshot.held.columns.items()}
@@ -339,20 +295,13 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
 
 def _document_row(document: Document) -> tuple[str, str]:
     source = asdict(document.source) if document.source else None
-    return _encoded({"name": document.name, "source": source}), document.text
+    return json.dumps({"name": document.name, "source": source}), document.text
 
 
 def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
     documents = [texts.index(document) for document in turn.documents]
     about = {"documents": documents, "record": turn.report.to_dict(), **thoughts_of(turn)}
-    return _encoded(about), turn.question, turn.answer
-
-
-def _encoded(about: Mapping[str, object]) -> str:
-    text = json.dumps(about)
-    if len(text) > MOST_JSON:
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-    return text
+    return json.dumps(about), turn.question, turn.answer
 
 
 def _run(session: ChatSession) -> dict[str, object]:

@@ -30,7 +30,7 @@ from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
 from minikv.cli.failures import Terminated, ends
-from minikv.cli.saved.database import opened, private, write
+from minikv.cli.paths import opened, private, write
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 

@@ -13,8 +13,7 @@ import tomlkit
 import typer
 from tomlkit.exceptions import TOMLKitError
 
-from minikv.cli.paths import config_file
-from minikv.cli.saved.database import private, write
+from minikv.cli.paths import config_file, private, write
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 from minikv.cli.settings.config import (

@@ -13,7 +13,7 @@ import pytest
 from typed import invoke
 
 from minikv.cli import paths
-from minikv.cli.saved import identity
+from minikv.cli.saved import tier
 from minikv.cli.saved.database import new_folder
 from minikv.cli.screen.editor import HistoryFile
 from minikv.errors import UsageError
@@ -71,7 +71,7 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: invoke("config", "set", "seed", "3"),
         lambda: HistoryFile(paths.history_file()).store_string("Who?"),
         lambda: new_folder("chat"),
-        lambda: identity.place({}, saved=False),
+        lambda: tier.place({}, saved=False),
     ],
 )
 @pytest.mark.parametrize("own", [True, False])

@@ -428,9 +428,8 @@ def _chats(folder: Path) -> list[Target]:
     from minikv.cache.tier_file import FileRows, Header, sealed
     from minikv.cache.tier_rows import TierError
     from minikv.cli.chat import kept
-    from minikv.cli.saved.database import damage
-    from minikv.cli.saved.keeper import Keeper
-    from minikv.cli.saved.listing import listing
+        from minikv.cli.saved.keeper import Keeper
+    from minikv.cli.saved.listing import damage, listing
     from minikv.cli.saved.transcript import header, held, read_cache, read_from, resumed
     from minikv.cli.screen.terminal import Terminal
     from minikv.errors import UsageError
@@ -455,9 +454,9 @@ def _chats(folder: Path) -> list[Target]:
         listing()
         resumed(Settings(), header("one"), ())
         with closing(held("one")) as file:
-            found = read_from(file)
+            found = read_from("one", file.rows)
             with damage("one"):
-                session.restore(read_cache(file, found))
+                session.restore(read_cache(file.rows, found))
         kept.held(session)
         for one in found.turns:
             one.report.lines()

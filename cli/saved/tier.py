@@ -1,0 +1,100 @@
+"""The file of a chat's tier, with which the chat continues without reading again.
+
+Until a chat is saved, its tier has a hidden name among the chats; then it is among the chat's
+files. For a chat that is not saved, it is a file in the user's cache directory, without a name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minikv.cli.paths import cache_folder, chats_folder, private
+from minikv.errors import UsageError
+
+if TYPE_CHECKING:
+    from minikv.cache.tier_file import FileRows
+    from minikv.chat.recall import Place
+    from minikv.chat.session import ChatSession
+
+TIER = "tier.kv"
+_WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
+
+
+def place(identity: Mapping[str, object], *, saved: bool) -> Place:
+    """The place for the tier of a new chat. Raises UsageError."""
+    from minikv.chat.recall import Place
+
+    try:
+        folder = private(chats_folder() if saved else cache_folder())
+        _sweep(folder)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        raise UsageError(f"{error.strerror}{where}") from None
+    return Place(folder / f".tier-{secrets.token_hex(8)}.kv", identity, saved)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the tiers of chats that were killed before their first save."""
+    from minikv.cache.tier_file import is_open, remove
+
+    for name in filter(_WAITING.fullmatch, os.listdir(folder)):
+        with contextlib.suppress(OSError):
+            if not is_open(folder / name):
+                remove(folder / name)
+
+
+def is_own(session: ChatSession, name: str) -> bool:
+    """Whether the session's tier is that of this saved chat."""
+    own = session.recall.file
+    return own is not None and own.is_at(chats_folder() / name / TIER)
+
+
+def find(
+    session: ChatSession, name: str, identity: Mapping[str, object], given: Collection[str]
+) -> FileRows | None:
+    """The tier of a saved chat. None if it has none that is of this model and, if the user gave it,
+    of --tier-dtype, and if the session has it already. Raises TierError where it is damaged or
+    open elsewhere."""
+    from minikv.cache.tier_file import FileRows, Header
+    from minikv.cache.tier_rows import columns_of
+
+    kv, recall, path = session.engine.kv, session.recall, chats_folder() / name / TIER
+    if recall.kind == "none" or not os.path.lexists(path) or is_own(session, name):
+        return None
+    dtypes = [recall.dtype] if "tier_dtype" in given else ["same", "int8"]
+    kinds = [columns_of(kv.shape, kv.dtype, dtype == "int8") for dtype in dtypes]
+    rows = FileRows.open(path, pinned=kv.device.type == "cuda")
+    if rows.header in [Header(kv.shape.layers, kv.shape.kv_heads, one, identity) for one in kinds]:
+        return rows
+    rows.close()
+    return None
+
+
+def settle(session: ChatSession, name: str, identity: Mapping[str, object], *, whole: bool) -> None:
+    """Put the session's tier among the files of a saved chat, if it is in a file; with `whole`,
+    also a copy of one that is in memory, and all of it is on disk. Raises TierError, UsageError,
+    OSError, and what torch raises when memory runs out; then it is where it was."""
+    recall, rows, path = session.recall, session.recall.file, chats_folder() / name / TIER
+    if rows is not None and whole:
+        rows.sync()
+    if is_own(session, name) or (rows is None and not (whole and recall.tokens)):
+        return
+    # A file without a name, on another disk, or of another chat is copied, as memory is.
+    if rows is not None and not rows.kept and rows.move(path):
+        return
+    copy = recall.write(place(identity, saved=True))
+    try:
+        copy.move(path)
+    except BaseException:
+        copy.close()
+        raise
+    if rows is None:
+        copy.close()
+    else:
+        recall.move(copy)
