@@ -301,7 +301,7 @@ def test_a_save_that_fails_at_its_end_leaves_the_tier(
     if saved:
         keeper.save(session, "one")
     with monkeypatch.context() as patch:
-        patch.setattr(ChatFile, "write", full)
+        patch.setattr(keepers, "renew", full)
         with pytest.raises(UsageError, match="No space left"):
             (keeper.fork if saved else keeper.save)(session, "two")
     assert not (home / "two").exists()
