@@ -24,6 +24,7 @@ from minikv.cache.tier_rows import RamRows
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
+from minikv.cli.saved import keeper as keepers
 from minikv.cli.saved import transcript
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.tier import TIER
