@@ -75,7 +75,7 @@ _COMMANDS = (
     ("config", "settings.command:config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "models_command:models", None, "list, download and remove models"),
     ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),
-    ("cache", "saved.chats:cache", _MORE, "prompts that were read and need not be read again"),
+    ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),
 )
 _GONE = {
     "report": "minikv chat --resume NAME, then /export report.html",

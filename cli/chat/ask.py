@@ -23,7 +23,7 @@ from minikv.cli.documents.text import Text, changes, decode, read_bytes, read_fi
 from minikv.cli.failures import Interrupts
 from minikv.cli.saved.database import LAST
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.saved.transcript import header, resumed
+from minikv.cli.saved.transcript import resumed
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean, cut
@@ -165,7 +165,7 @@ def ask(
     keeper, session, before = Keeper(terminal, active=go_on, asks=True), None, None
     try:
         if go_on:
-            settings = resumed(settings, header(name), given)
+            settings = resumed(settings, name, given)
         session = open_chat(settings, [] if go_on else texts, terminal, interrupts)
         keeper.attend(session)
         checks = settings.check == "on"

@@ -27,7 +27,7 @@ from minikv.cli.saved.chats import warn_of
 from minikv.cli.saved.commands import origins_of, summary
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
-from minikv.cli.saved.transcript import header, resumed
+from minikv.cli.saved.transcript import resumed
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.settings.config import Interface
@@ -77,7 +77,7 @@ def chat(
         )
     if resume is not None:  # refused, if at all, before the model is loaded
         resume = resume or newest()
-        settings = resumed(settings, header(resume), given)
+        settings = resumed(settings, resume, given)
     refuse_without_torch()
     settings.check_eviction()
     texts = opened(files, errors, config.loaders, terminal, lambda: piped)

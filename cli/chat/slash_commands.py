@@ -13,6 +13,7 @@ from minikv.cli.chat import (
     compare,
     kept_view,
     settings_commands,
+    undo_commands,
 )
 from minikv.cli.chat.slash import Command, Context, Leave
 from minikv.cli.documents import commands as documents
@@ -161,6 +162,7 @@ COMMANDS = (
     *kept_view.COMMANDS,
     *compare.COMMANDS,
     *settings_commands.COMMANDS,
+    *undo_commands.COMMANDS,
     *saved.COMMANDS,
     *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),

@@ -1,5 +1,4 @@
-"""`minikv chats`: the saved chats, what was said in one, and their removal. `minikv cache`: prompts
-that need not be read again, and theirs."""
+"""`minikv chats`: the saved chats, what was said in one, and their removal."""
 
 from __future__ import annotations
 
@@ -7,18 +6,17 @@ import contextlib
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import Annotated
 
 import typer
 
 from minikv.cache.budget import Budget
 from minikv.chat.report import amount, size, thought_for
 from minikv.checks import quoted
-from minikv.cli.paths import cache_folder, chats_folder
+from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere, check_name
-from minikv.cli.saved.listing import Entry, listing, unknown
+from minikv.cli.saved.listing import Entry, listing, taken, unknown
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
@@ -26,10 +24,6 @@ from minikv.cli.settings import values
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import Call, Only, Yes, command, flag, group
 from minikv.errors import UsageError
-
-if TYPE_CHECKING:
-    from minikv.chat.store import Store
-
 
 _UNITS = {"min": 60, "h": 3600, "d": 86400, "w": 604_800, "mo": 2_592_000, "y": 31_536_000}
 """Seconds."""
@@ -50,9 +44,8 @@ def listed(call: Call, interface: Annotated[Interface, Only("chats_limit")]) -> 
     width = window(terminal.out)[0] if terminal.out.isatty() else 10_000
     for line in table(entries):
         terminal.data(cut(line, width))
-    terminal.say(
-        f"{amount(len(entries), 'chat')}, {size(sum(_bytes(entry.name) for entry in entries))}"
-    )
+    total = sum(entry.nbytes for entry in entries)
+    terminal.say(f"{amount(len(entries), 'chat')}, {size(total)}")
     warn_of(interface.chats_limit, terminal)
 
 
@@ -64,8 +57,8 @@ def table(entries: Sequence[Entry]) -> list[str]:
             entry.name,
             f"{entry.turns:,}",
             age(time.time() - entry.saved),
-            size(_bytes(entry.name)),
-            str(len(entry.documents)),
+            size(entry.nbytes),
+            f"{entry.documents:,}",
             clean(entry.title),
         )
         for entry in entries
@@ -76,7 +69,7 @@ def table(entries: Sequence[Entry]) -> list[str]:
 def warn_of(limit: str, terminal: Terminal) -> None:
     """Warn if all saved chats together take more than --chats-limit."""
     most = None if limit == "off" else Budget.size(limit)
-    total = 0 if most is None else sum(_bytes(entry.name) for entry in listing())
+    total = 0 if most is None else sum(entry.nbytes for entry in listing())
     if most is not None and total > most:
         terminal.warn(
             f"the saved chats take {size(total)}, more than --chats-limit {size(most)}: `minikv "
@@ -88,7 +81,6 @@ def warn_of(limit: str, terminal: Terminal) -> None:
 @command
 def show(call: Call, name: Saved) -> None:
     """What was said in a saved chat."""
-    _exists(name)
     saved, lines = read(name), list[str]()
     for turn in saved.turns:
         lines += [f"document {d.name or 'piped text'}" for d in turn.documents]
@@ -131,17 +123,20 @@ def remove(
         oldest = time.time() - read_age(older)
         names = [entry.name for entry in listing() if entry.saved < oldest]
     for name in names:
-        _exists(name)
+        check_name(name)
+        if not (chats_folder() / name).is_dir():  # a damaged one is removed, too
+            raise unknown(name)
     with contextlib.ExitStack() as held:
         for name in names[:]:
             try:
-                held.enter_context(_held(name))
+                with contextlib.suppress(OSError, *DAMAGE):
+                    held.enter_context(contextlib.closing(ChatFile(name, lock=True)))
             except OpenElsewhere as error:
                 if older is None:
                     raise
                 terminal.note(f"{error}: it stays")
                 names.remove(name)
-        total = size(sum(_bytes(name) for name in names))
+        total = size(sum(map(taken, names)))
         what = f"chat {names[0]}" if len(names) == 1 else f"{len(names):,} chats"
         if not names or not terminal.confirmed(f"remove {what}, {total}?", yes=yes):
             terminal.say("nothing was removed")
@@ -149,15 +144,6 @@ def remove(
         for name in names:
             shutil.rmtree(chats_folder() / name)
             terminal.note(f"removed {name}")
-
-
-@contextlib.contextmanager
-def _held(name: str) -> Iterator[None]:
-    """Keep a chat from being opened, unless it is damaged. Raises OpenElsewhere."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, *DAMAGE):
-            stack.enter_context(closing(ChatFile(name, lock=True)))
-        yield
 
 
 def age(seconds: float) -> str:
@@ -177,76 +163,3 @@ def read_age(text: str) -> float:
         f"cannot read the age {quoted(text)}",
         "give a number with its unit: 90min, 12h, 30d, 8w, 6mo or 1y",
     )
-
-
-def _exists(name: str) -> None:
-    """Raise UsageError if the chat does not exist, damaged or not."""
-    check_name(name)
-    if not (chats_folder() / name).is_dir():
-        raise unknown(name)
-
-
-def _bytes(name: str) -> int:
-    """What the files of a chat take."""
-    total = 0
-    with contextlib.suppress(OSError):
-        for path in (chats_folder() / name).rglob("*"):
-            total += path.lstat().st_size
-    return total
-
-
-cache = group(
-    "minikv cache\n\nThe prompts that were read and are kept for later, the last used first."
-)
-
-
-@cache.callback(invoke_without_command=True)
-@command
-def prompts(call: Call) -> None:
-    from minikv.chat.store import taken
-
-    terminal = call.terminal
-    entries = _store().entries()
-    if not entries:
-        terminal.say(f"no prompt is kept in {cache_folder() / 'prompts'}")
-        return
-    lines = [("NAME", "TOKENS", "SIZE", "USED", "MODEL", "DOCUMENTS")]
-    for one in entries:
-        used, about = age(time.time() - one.used), clean(one.about) or "-"
-        tokens, bytes_ = f"{one.tokens:,}", size(one.nbytes)
-        lines.append((one.path.name, tokens, bytes_, used, clean(one.model), about))
-    terminal.data(grid(lines, "<>>><<"), fold=True)
-    terminal.say(f"{amount(len(entries), 'prompt')}, {size(taken(entries))}")
-
-
-@cache.command("rm")
-@command
-def forget(
-    call: Call,
-    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...")] = None,
-    yes: Yes = False,
-) -> None:
-    """Remove these prompts, or all."""
-    from minikv.chat.store import taken
-
-    terminal, names = call.terminal, names or []
-    store = _store()
-    entries = {one.path.name: one for one in store.entries()}
-    for name in names:
-        if name not in entries:
-            raise UsageError(f"no prompt {name!r} is kept", "`minikv cache` lists them")
-    chosen = [entries[name] for name in names or entries]
-    rest = [one for one in entries.values() if one not in chosen]
-    total, what = taken(entries.values()) - taken(rest), amount(len(chosen), "prompt")
-    if not chosen or not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
-        terminal.say("nothing was removed")
-        return
-    for one in chosen:
-        store.remove(one)
-    terminal.note(f"removed {what}, {size(total)}")
-
-
-def _store() -> Store:
-    from minikv.chat.store import Store  # with torch
-
-    return Store(cache_folder() / "prompts", 0, {})

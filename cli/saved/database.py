@@ -12,6 +12,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import sqlite3
@@ -51,15 +52,13 @@ def check_name(name: str, *, own: bool = False) -> None:
 def new_folder(name: str) -> str:
     """Make a directory of this name, or of the next free one; returns its name. Raises OSError."""
     root = private(chats_folder())
-    for i in range(1, 1000):
+    for i in itertools.count(1):
         candidate = name if i == 1 else f"{name}-{i}"
-        try:
+        with contextlib.suppress(FileExistsError):
             os.mkdir(root / candidate, 0o700)
             os.chmod(root / candidate, 0o700)  # for any umask
-        except FileExistsError:
-            continue
-        return candidate
-    raise OSError(0, f"no free name like {name}")
+            break
+    return candidate
 
 
 FILE = "chat.db"
@@ -122,8 +121,16 @@ class ChatFile:
         unlocked = "" if self.locks else "&nolock=1" if lock else "&immutable=1"
         self._db = _connected(self.path, unlocked, _ASK if lock else _WAIT)
         try:
-            self._begin(lock)
-            self._refuse_others()
+            if lock:
+                self._lock()
+            else:
+                self._db.execute("BEGIN")
+            # Of a file by a stranger, no view, trigger or expression is touched.
+            found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(9)
+            if (version := self._value("PRAGMA user_version")) != _VERSION:
+                raise ValueError(f"format {version}, not {_VERSION}")
+            if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
+                raise ValueError("its tables are not those of a chat")
             if lock and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
                 self.wrong = wrong  # nothing may be written into it
             self._own = {self._seal_in_file()}
@@ -137,11 +144,6 @@ class ChatFile:
     def close(self) -> None:
         """Close and unlock it."""
         self._db.close()
-
-    @property
-    def gone(self) -> bool:
-        """Whether the file was removed meanwhile."""
-        return not os.path.lexists(self.path)
 
     def rows(self, table: str) -> list[Any]:
         """The rows of one of `TABLES` in order, each as its values. Raises `DAMAGE`."""
@@ -159,7 +161,7 @@ class ChatFile:
         first turns, which are in the file already. Raises OSError, and UsageError if another
         process has the chat now, or has saved it."""
         try:
-            self._begin(lock=True)
+            self._lock()
             # PRAGMA data_version does not tell: after an error of a read or write it changes, too.
             saved = self._seal_in_file() not in self._own
             if saved or not os.path.samestat(os.lstat(self.path), self._stat):
@@ -174,32 +176,21 @@ class ChatFile:
             self._db.execute("COMMIT")
             self._own = {seal}
         except sqlite3.Error as error:
-            raise _os_error(error, self.path) from None
+            raise OSError(errno.EIO, str(error), str(self.path)) from None
         finally:
             with contextlib.suppress(sqlite3.Error, UsageError):  # then the next save raises it
                 self._db.rollback()
                 if self.locks:
-                    self._begin(lock=True)
+                    self._lock()
 
-    def _begin(self, lock: bool) -> None:
-        """Be in a transaction. Raises UsageError if another process has the chat."""
+    def _lock(self) -> None:
+        """Keep other processes from writing. Raises UsageError if one has the chat."""
         try:
             if not self._db.in_transaction:
-                self._db.execute("BEGIN IMMEDIATE" if lock else "BEGIN")
-            self._value("PRAGMA user_version")  # reads, which needs a lock
+                self._db.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
-            busy = lock and _code(error) == sqlite3.SQLITE_BUSY
+            busy = _name(error).startswith("SQLITE_BUSY")
             raise (OpenElsewhere(self.name) if busy else error) from None
-
-    def _refuse_others(self) -> None:
-        """Refuse what no chat has: of a file by a stranger, no view, trigger or expression is
-        touched. Raises ValueError."""
-        found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(len(_SCHEMA) + 1)
-        version = self._value("PRAGMA user_version")
-        if version != _VERSION:
-            raise ValueError(f"format {version}, not {_VERSION}")
-        if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
-            raise ValueError("its tables are not those of a chat")
 
     def _seal_in_file(self) -> Any:
         return self._value("SELECT max(seal) FROM chat")
@@ -231,18 +222,16 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
                 _put(db, table, rows[table])
             db.execute("COMMIT")
             db.close()
-            _roll_back(name)
+            # A save that was killed is undone here: SQLite would undo it in the new file.
+            with contextlib.suppress(OSError, UsageError, *DAMAGE):
+                ChatFile(name).close()
+            (folder / f"{FILE}-journal").unlink(missing_ok=True)
             os.replace(new, folder / FILE)
         except BaseException as error:
             new.unlink(missing_ok=True)
-            raise _os_error(error, new) if isinstance(error, sqlite3.Error) else error from None
-
-
-def _roll_back(name: str) -> None:
-    """Undo a save that was killed: SQLite would undo it in the file that comes in its place."""
-    with contextlib.suppress(OSError, UsageError, *DAMAGE):
-        ChatFile(name).close()
-    (chats_folder() / name / f"{FILE}-journal").unlink(missing_ok=True)
+            if isinstance(error, sqlite3.Error):
+                raise OSError(errno.EIO, str(error), str(new)) from None
+            raise
 
 
 def _put(
@@ -281,18 +270,13 @@ def parts(data: bytes) -> list[tuple[bytes]]:
 
 def unreadable(error: Exception) -> bool:
     """Whether it is an error of the disk or of a lock, and says nothing about the file."""
-    content = (None, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
-    return isinstance(error, sqlite3.Error) and _code(error) not in content
+    content = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR")
+    return _name(error) != "" and not _name(error).startswith(content)
 
 
-def _code(error: sqlite3.Error) -> int | None:
-    """The primary code; None for an error of the Python module itself."""
-    code: int | None = getattr(error, "sqlite_errorcode", None)
-    return None if code is None else code & 0xFF
-
-
-def _os_error(error: sqlite3.Error, path: Path) -> OSError:
-    return OSError(errno.EIO, str(error), str(path))
+def _name(error: Exception) -> str:
+    """That of SQLite for an error; "" for an error of the Python module itself."""
+    return str(getattr(error, "sqlite_errorname", ""))
 
 
 def _seal(values: Iterable[object]) -> bytes:

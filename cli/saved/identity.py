@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import minikv
 from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.models import BUNDLED
 from minikv.models.identity import digests
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def model_identity(session: ChatSession) -> dict[str, object]:
     if folder is None:
         return {**named, "weights": "", "tokenizer": ""}
     if not facts.revision:
-        named["model"] = "bundled" if folder == bundled() else folder.name  # in any place
+        named["model"] = "bundled" if folder == BUNDLED else folder.name  # in any place
     return {**named, **digests(folder)}
 
 
@@ -104,14 +105,7 @@ def model_folder(session: ChatSession) -> Path | None:
     if not name:
         return None
     if name == "bundled":
-        return bundled()
+        return BUNDLED
     from minikv.models.hub import resolve
 
     return resolve(name, revision=session.facts.revision or None, offline=True).folder.resolve()
-
-
-def bundled() -> Path:
-    """The folder of the bundled model."""
-    from minikv.models import BUNDLED
-
-    return BUNDLED

@@ -268,8 +268,6 @@ class Keeper:
     def _save(self, session: ChatSession, name: str | None = None, *, whole: bool = False) -> bool:
         """Save; with a `name`, under that. Returns whether that made a new saved chat. whole: also
         save a tier that is in memory."""
-        if self._file is not None and self._file.gone:
-            self._release()
         if self.name is None or not os.path.lexists(chats_folder() / self.name / FILE):
             name = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
             self._create(session, name, whole=whole)
@@ -305,7 +303,7 @@ class Keeper:
             file = undone.enter_context(contextlib.closing(held(name)))
             self._settle(session, name, whole=whole, forked=forked)
             undone.pop_all()
-        self._release()
+        self._release()  # also of a file that was removed meanwhile
         self._hold(file)
         self._last, self.saved = self._state(session), True
 

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +40,16 @@ Rows = Callable[[str], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A saved chat in a list. saved: seconds since 1970. title: its first question, cut. Of a
-    damaged chat only name and time are known; its title says that it is damaged."""
+    """A saved chat in a list. saved: seconds since 1970. nbytes: of its files. title: its first
+    question, cut; or that the chat is damaged, of which nothing else is known then."""
 
     name: str
     saved: float
-    turns: int
-    title: str
-    documents: tuple[str, ...] = ()
-    damaged: bool = False
+    nbytes: int
+    title: str = "(damaged: it cannot be read)"
+    turns: int = 0
+    documents: int = 0
+    damaged: bool = True
 
 
 def listing() -> list[Entry]:
@@ -62,22 +63,25 @@ def listing() -> list[Entry]:
 
 
 def _entry(name: str) -> Entry | None:
-    folder, saved = chats_folder() / name, 0.0
+    folder = chats_folder() / name
     try:
         saved = (folder / (TRANSCRIPT if is_old(folder) else FILE)).stat().st_mtime
-        with reading(name) as rows:
+        found = Entry(name, saved, taken(name))
+        with contextlib.suppress(Damaged), reading(name) as rows:
             facts = facts_of(rows)
-            documents = tuple(_line(document or "piped text") for document in facts["documents"])
-            return Entry(name, saved, int(facts["turns"]), _line(str(facts["title"])), documents)
-    except Damaged:
-        return Entry(name, saved, 0, "(damaged: it cannot be read)", damaged=True)
+            title = " ".join(str(facts["title"])[:_TITLE].split())
+            turns, documents = int(facts["turns"]), len(facts["documents"])
+            return replace(found, title=title, turns=turns, documents=documents, damaged=False)
+        return found
     except (OSError, UsageError):
         return None
 
 
-def _line(text: str) -> str:
-    """The text in one line, cut."""
-    return " ".join(text[:_TITLE].split())
+def taken(name: str) -> int:
+    """Bytes of a chat's files."""
+    with contextlib.suppress(OSError):  # one was removed meanwhile
+        return sum(path.lstat().st_size for path in (chats_folder() / name).rglob("*"))
+    return 0
 
 
 def newest() -> str:

@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import clipped, size
-from minikv.chat.transcript import OVERFLOWS, REUSES, Message, TokenLog, system_messages
+from minikv.chat.transcript import (
+    OVERFLOWS,
+    REUSES,
+    Document,
+    Message,
+    Source,
+    TokenLog,
+    Turn,
+    system_messages,
+)
 from minikv.cli.chat.turn import thoughts_of
 from minikv.cli.paths import chats_folder
 from minikv.cli.records import checked, report_of
 from minikv.cli.saved.database import FILE, REREAD, TABLES, ChatFile, check_name, parts, renew
-from minikv.cli.saved.identity import bundled, eviction_of, model_folder
+from minikv.cli.saved.identity import eviction_of, model_folder
 from minikv.cli.saved.listing import (
     TRANSCRIPT,
     Rows,
@@ -30,12 +39,12 @@ from minikv.cli.saved.listing import (
     remove_old,
 )
 from minikv.errors import UsageError
+from minikv.models import BUNDLED
 from minikv.settings import WEIGHTS, Settings
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
-    from minikv.chat.transcript import Document, Turn
 
 CACHE_BYTES = 512 << 20
 """A larger cache, mostly of --policy full, is not saved with the chat."""
@@ -117,21 +126,17 @@ def _write_anew(name: str, rows: Rows, no_cache: str = "") -> None:
     renew(name, made)
 
 
-def header(name: str) -> Mapping[str, Any]:
-    """The facts that build a chat's session. Raises UsageError. Needs no torch."""
-    with reading(name) as rows:
-        facts = facts_of(rows)
-        if set(facts["run"]) != _RUN:
-            raise ValueError("it does not say how it was run")
-        return facts
-
-
-def resumed(settings: Settings, header: Mapping[str, Any], given: Collection[str]) -> Settings:
+def resumed(settings: Settings, name: str, given: Collection[str]) -> Settings:
     """The settings to build a saved chat's session with: those it was run with, except for the
-    fields that the user stated (`given`). `Keeper.load` sets the policy and its budget."""
-    fields = {name: value for name, value in header["run"].items() if name not in given}
-    if fields.get("weights", "auto") not in WEIGHTS:  # a form of the file's own, in older chats
-        fields["weights"] = "auto"
+    fields that the user stated (`given`). `Keeper.load` sets the policy and its budget. Raises
+    UsageError. Needs no torch."""
+    with reading(name) as rows:
+        run = facts_of(rows)["run"]
+        if set(run) != _RUN:
+            raise ValueError("it does not say how it was run")
+        if run["weights"] not in WEIGHTS:  # a form of the file's own, in older chats
+            run["weights"] = "auto"
+    fields = {field: value for field, value in run.items() if field not in given}
     if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
         fields |= {"policy": "full", "decode": "auto"}  # any budget will do until then
     if "model" in given:
@@ -147,7 +152,7 @@ def read(name: str) -> Saved:
 
 def read_from(name: str, rows: Rows) -> Saved:
     """As `read`. Raises UsageError for anything missing or altered."""
-    from minikv.chat.transcript import Document, Source, Turn
+    from minikv.cli.documents.text import one_line
 
     with damage(name):
         ((text, tokens),) = rows("chat")
@@ -156,7 +161,9 @@ def read_from(name: str, rows: Rows) -> Saved:
         for about, text in rows("document"):
             known = decoded(about)
             source = Source(**known["source"]) if known["source"] else None
-            texts.append(Document(text, _one_line(known["name"]), source))
+            if known["name"] is not None and one_line(known["name"]) != known["name"]:
+                raise ValueError(f"{known['name']!r:.60} is no name of a document")  # it is shown
+            texts.append(Document(text, known["name"], source))
         turns = list[Turn]()
         for about, question, answer in rows("turn"):
             known = decoded(about)
@@ -178,15 +185,6 @@ def read_from(name: str, rows: Rows) -> Saved:
             if facts.get(key, words[0]) not in words:
                 raise ValueError(f"{key} {facts[key]!r:.20} is none")
     return saved
-
-
-def _one_line(name: str | None) -> str | None:
-    """A document's name as the commands give it. Raises ValueError for any other: it is shown."""
-    from minikv.cli.documents.text import one_line
-
-    if name is not None and one_line(name) != name:
-        raise ValueError(f"{name!r:.60} is no name of a document")
-    return name
 
 
 def read_cache(rows: Rows, saved: Saved) -> ChatSnapshot:
@@ -239,8 +237,6 @@ def rows_of(
     cache, why = b"", "what it holds is chosen again from what is remembered"
     if not ask or not session.recalls or session.recall.kind == "none":
         cache, why = _cache(session)
-    pending_token = [] if session.pending_token is None else [session.pending_token]
-    first = session.messages[0] if session.messages else None
     facts = {
         "title": " ".join(turns[0].question.split())[:80] if turns else "",
         "turns": len(turns),
@@ -253,15 +249,14 @@ def rows_of(
         "pin_system": session.pin_system,
         "reuse": session.reuse,
         "overflow": session.overflow,
-        "opened_with": first.content if first and first.role == "system" else "",
+        "opened_with": "".join(m.content for m in session.messages[:1] if m.role == "system"),
         "pending": [texts.index(document) for document in session.pending],
         "curve": [list(point) for point in session.curve],
         "run": _run(session),
     }
-    tokens = array.array("i", [*session.fed, *pending_token] or session.known).tobytes()
     return {
-        "chat": [(json.dumps(facts), tokens)],
-        "document": map(_document_row, texts),
+        "chat": [(json.dumps(facts), array.array("i", session.log.ids).tobytes())],
+        "document": [(_source(one), one.text) for one in texts],
         "turn": (_turn_row(turn, texts) for turn in turns[same:]),
         "cache": parts(cache),
     }
@@ -293,9 +288,9 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
         raise MemoryError from None
 
 
-def _document_row(document: Document) -> tuple[str, str]:
+def _source(document: Document) -> str:
     source = asdict(document.source) if document.source else None
-    return json.dumps({"name": document.name, "source": source}), document.text
+    return json.dumps({"name": document.name, "source": source})
 
 
 def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
@@ -308,7 +303,7 @@ def _run(session: ChatSession) -> dict[str, object]:
     """The fields of `Settings` that build this session again, its policy aside."""
     facts, folder = session.facts, model_folder(session)
     model = facts.model
-    if folder is None or folder == bundled():
+    if folder is None or folder == BUNDLED:
         model = ""
     elif not facts.revision:
         model = str(folder)

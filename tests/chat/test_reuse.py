@@ -25,7 +25,7 @@ from minikv.chat.session import ChatSession
 from minikv.chat.transcript import shared
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.saved.transcript import header
+from minikv.cli.saved.transcript import read
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
@@ -269,7 +269,7 @@ def test_a_saved_chat_keeps_the_setting() -> None:
             assert other.report == session.report
             other.reuse = "auto"
             keeper.keep(other)
-    assert header("one")["reuse"] == "auto"
+    assert read("one").facts["reuse"] == "auto"
 
 
 # -- the command line -----------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_chat import chat
+from talk import Talk, make
 from typed import World
 
 import minikv.cli.chat.turn
@@ -31,3 +33,11 @@ def document(tmp_path: Path) -> str:
     path = tmp_path / "report.txt"
     path.write_text(TEXT)
     return str(path)
+
+
+@pytest.fixture
+def real(home: Path, capsys: pytest.CaptureFixture[str]) -> Talk:
+    """Over a small random network and a real cache."""
+    session = chat(undo_turns=16)
+    session.attach("A mill stands by the river. " * 8, "mill.txt")
+    return make(session, capsys)

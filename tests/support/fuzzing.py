@@ -428,9 +428,9 @@ def _chats(folder: Path) -> list[Target]:
     from minikv.cache.tier_file import FileRows, Header, sealed
     from minikv.cache.tier_rows import TierError
     from minikv.cli.chat import kept
-        from minikv.cli.saved.keeper import Keeper
+    from minikv.cli.saved.keeper import Keeper
     from minikv.cli.saved.listing import damage, listing
-    from minikv.cli.saved.transcript import header, held, read_cache, read_from, resumed
+    from minikv.cli.saved.transcript import held, read_cache, read_from, resumed
     from minikv.cli.screen.terminal import Terminal
     from minikv.errors import UsageError
     from minikv.settings import Settings
@@ -452,7 +452,7 @@ def _chats(folder: Path) -> list[Target]:
     def used() -> None:
         """As by `minikv chats` and `Keeper.load`."""
         listing()
-        resumed(Settings(), header("one"), ())
+        resumed(Settings(), "one", ())
         with closing(held("one")) as file:
             found = read_from("one", file.rows)
             with damage("one"):

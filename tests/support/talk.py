@@ -1,0 +1,73 @@
+"""A chat with the commands about its turns and about saving it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import pytest
+from typed import context
+
+from minikv.chat.session import ChatSession
+from minikv.cli.chat import undo_commands
+from minikv.cli.chat.slash import Context
+from minikv.cli.chat.turn import run_turn
+from minikv.cli.saved import commands
+from minikv.cli.screen.terminal import Terminal
+from minikv.errors import UsageError
+from minikv.settings import Generation
+
+RUN = {
+    word: command.run
+    for command in (*undo_commands.COMMANDS, *commands.COMMANDS)
+    for word in command.words
+}
+
+
+@dataclass
+class Talk:
+    """A chat with commands; what was printed since the last look."""
+
+    session: ChatSession
+    context: Context
+    capsys: pytest.CaptureFixture[str]
+
+    def ask(self, question: str) -> str:
+        run_turn(
+            self.session,
+            question,
+            self.context.generation,
+            self.terminal(),
+            self.context.interrupts,
+        )
+        return self.capsys.readouterr().out
+
+    def terminal(self) -> Terminal:
+        """With the streams of now: those of a fixture are closed when the test begins."""
+        terminal = self.context.terminal
+        terminal.out, terminal.err = sys.stdout, sys.stderr
+        return terminal
+
+    def run(self, line: str) -> tuple[str, str]:
+        """What went to stdout and to stderr."""
+        word, *arguments = line.split()
+        self.terminal()
+        RUN[word](self.context, arguments)
+        captured = self.capsys.readouterr()
+        return captured.out, captured.err
+
+    def refused(self, line: str) -> str:
+        before = self.session.messages, self.session.fed, self.session.eviction, self.session.seed
+        with pytest.raises(UsageError) as error:
+            self.run(line)
+        assert before == (
+            self.session.messages,
+            self.session.fed,
+            self.session.eviction,
+            self.session.seed,
+        )
+        return f"{error.value}; {error.value.hint}"
+
+
+def make(session: ChatSession, capsys: pytest.CaptureFixture[str], active: bool = True) -> Talk:
+    return Talk(session, context(session, Terminal(), Generation(12), save=active), capsys)
