@@ -124,11 +124,9 @@ def left(context: Context) -> str:
     """Where the chat is that a new one is about to replace, and how to get back to it; "" if
     nothing was asked in it."""
     name = context.keeper.kept(context.session)
-    if name is None:
-        if not context.session.turns:
-            return ""
-        return "  the chat so far was not saved and is lost"
-    return f"  the chat so far is saved as {name}; /load {name} goes back to it"
+    if name is not None:
+        return f"  the chat so far is saved as {name}; /load {name} goes back to it"
+    return "  the chat so far was not saved and is lost" if context.session.turns else ""
 
 
 def _after_load(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:

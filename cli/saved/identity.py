@@ -43,11 +43,6 @@ def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, obj
     }
 
 
-def tier_identity(identity: Mapping[str, object]) -> dict[str, object]:
-    """The part of a session's identity that its tier depends on: not policy, budget or --kv."""
-    return {key: value for key, value in identity.items() if key not in (*POLICY, "kv")}
-
-
 def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
     """The eviction settings of an identity. Raises ValueError, KeyError or TypeError."""
     value, unit = str(identity["budget"]).split()

@@ -16,40 +16,20 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minikv.chat.report import amount
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder, private
-from minikv.cli.saved.database import (
-    FILE,
-    LAST,
-    REREAD,
-    ChatFile,
-    check_name,
-    new_folder,
-    renew,
-)
-from minikv.cli.saved.identity import (
-    POLICY,
-    differences,
-    identity,
-    model_identity,
-    tier_identity,
-)
+from minikv.cli.saved import tier
+from minikv.cli.saved.database import FILE, LAST, REREAD, ChatFile, check_name, new_folder, renew
+from minikv.cli.saved.identity import POLICY, differences, identity, model_identity
 from minikv.cli.saved.listing import damage
-from minikv.cli.saved.tier import find, is_own, place, settle
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.config import short
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
-    from minikv.cache.tier_file import FileRows
-    from minikv.chat.recall import Place
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
-
-_FIELDS = {"options": ("policy_options", "decode_options")}
-"""Field of an identity -> the setting that sets it, where the names differ."""
 
 
 class Keeper:
@@ -70,24 +50,22 @@ class Keeper:
 
     def attend(self, session: ChatSession) -> None:
         """If this session needs a file for its tier, put that file among the files of its chat."""
-
-        def where() -> Place:
-            saved = self.active and self.name != LAST
-            return place(tier_identity(self._identity(session)), saved=saved)
-
-        session.recall.where = where
+        session.recall.where = lambda: tier.place(
+            self._identity(session), saved=self.active and self.name != LAST
+        )
 
     def keep(self, session: ChatSession) -> None:
         """Save if anything changed since the last save. Never raises: if saving fails, one warning
         says so, and the chat continues."""
         if not self.active or not self._changed(session):
             return
+        new = self.name is None
         try:
-            made = self._save(session)
+            self._save(session)
         except Exception as error:
-            self._warn(f"this chat is not saved: {_reason(error)}; it continues unsaved")
+            self._warn(f"this chat is not saved: {explain(error).message}; it continues unsaved")
             return
-        if made and self._first("saved") and self._terminal.err.isatty():
+        if new and self._first("saved") and self._terminal.err.isatty():
             where = short(chats_folder() / str(self.name))
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
@@ -97,10 +75,9 @@ class Keeper:
         first = not folder.is_dir()
         try:
             private(folder)
-            facts = self._identity(session)
-            renew(LAST, rows_of(session, facts, ask=True))
+            renew(LAST, rows_of(session, self._identity(session), ask=True))
         except Exception as error:
-            self._warn(f"`ask --continue` cannot continue this: {_reason(error)}")
+            self._warn(f"`ask --continue` cannot continue this: {explain(error).message}")
             return
         if first and self._terminal.err.isatty():
             self._terminal.note(
@@ -118,7 +95,7 @@ class Keeper:
     def save(self, session: ChatSession, name: str | None = None) -> Path:
         """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
         self._changed(session)
-        if name != self.name and name is not None:
+        if name is not None and name != self.name:
             _refuse_taken(name)
         with _refused("saved"):
             self._save(session, name, whole=True)
@@ -132,8 +109,7 @@ class Keeper:
         if self.name is None:
             return self.save(session, name)
         _refuse_taken(name)
-        if self.active:
-            self.keep(session)
+        self.keep(session)
         with _refused("copied"):
             self._create(session, name, whole=True, forked=True)
         self.active = self._named = True
@@ -151,19 +127,20 @@ class Keeper:
         conversation again. On UsageError nothing has changed.
         """
         mine = self._file if name == self.name else None
-        with contextlib.ExitStack() as undone:
+        with contextlib.ExitStack() as undone, damage(name):
             file = mine or undone.enter_context(contextlib.closing(held(name)))
-            saved = read_from(name, file.rows)
-            rows = None if reread else self._tier(session, saved, given)
+            saved, rows = read_from(name, file.rows), None
+            kept = not reread and tier.is_own(session, name)
+            if not reread and not kept:
+                here = self._identity(session)
+                rows = tier.find(session, saved, here, given, self._terminal.warn)
             if rows is not None:
                 undone.callback(rows.close)
-            kept = not reread and is_own(session, name)
             spare = kept or rows is not None or name == LAST
-            with damage(name):
-                snapshot = self._snapshot(session, file, saved, given, reread=reread, spare=spare)
-                if "seed" in given:
-                    snapshot = replace(snapshot, seed=session.seed)
-                session.restore(snapshot)
+            snapshot = self._snapshot(session, file, saved, given, reread=reread, spare=spare)
+            if "seed" in given:
+                snapshot = replace(snapshot, seed=session.seed)
+            session.restore(snapshot)
             undone.pop_all()
         if not kept:
             session.recall.clear()
@@ -171,7 +148,7 @@ class Keeper:
             try:
                 session.recall.adopt(rows)
             except Exception as error:
-                self._terminal.warn(f"the tier cannot be used: {_reason(error)}")
+                self._terminal.warn(f"the tier cannot be used: {explain(error).message}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
             if setting in saved.facts:  # else it was saved by an earlier version
                 setattr(session, setting, saved.facts[setting])
@@ -195,9 +172,9 @@ class Keeper:
         spare: bool,
     ) -> ChatSnapshot:
         """The chat with its cache; without it if the caller wants that, or if the cache is `spare`
-        and cannot be used. Raises UsageError."""
+        and cannot be used. Raises UsageError, and `DAMAGE`."""
         here, name = self._identity(session), saved.name
-        stated = [field for flag in given for field in _FIELDS.get(flag, (flag,))]
+        stated = {*given, *(("policy_options", "decode_options") if "options" in given else ())}
         if not reread:
             if name == LAST and (other := differences(here, saved.facts, ())):
                 raise UsageError(f"the last ask does not belong to this run: {other}")
@@ -208,7 +185,7 @@ class Keeper:
                 )
             try:
                 if not found:
-                    return _cached(session, file, saved)
+                    return read_cache(file.rows, saved, session.engine.kv)
             except UsageError as error:
                 if not spare:
                     raise
@@ -218,26 +195,7 @@ class Keeper:
         vocab = session.tokenizer.vocab
         if not all(0 <= id < vocab for id in snapshot.said.log.ids):
             raise ValueError("its tokens are not those of this model")
-        if set(stated) & set(POLICY):
-            snapshot = replace(snapshot, eviction=session.eviction)
-        return snapshot
-
-    def _tier(self, session: ChatSession, saved: Saved, given: Collection[str]) -> FileRows | None:
-        """The chat's tier, if it has one that can be used. If it is damaged, a warning says so."""
-        from minikv.cache.tier_rows import TierError
-
-        try:
-            rows = find(session, saved.name, tier_identity(self._identity(session)), given)
-        except TierError as error:
-            self._terminal.warn(f"the tier of chat {saved.name} cannot be used: {error}")
-            return None
-        if rows is not None and rows.damage:
-            again = max(0, len(saved.tokens) - rows.rows)
-            self._terminal.warn(
-                f"the tier of chat {saved.name}: {rows.damage}; {amount(again, 'token')} are "
-                "read again"
-            )
-        return rows
+        return replace(snapshot, eviction=session.eviction) if stated & {*POLICY} else snapshot
 
     def _identity(self, session: ChatSession) -> dict[str, object]:
         """The session's identity. The model's files are hashed once."""
@@ -256,29 +214,20 @@ class Keeper:
         return self._state(session) != self._last
 
     def _state(self, session: ChatSession) -> tuple[Any, ...]:
-        return (
-            list(session.turns),
-            list(session.pending),
-            session.eviction,
-            session.seed,
-            session.reuse,
-            session.rereads,
-        )
+        texts = list(session.turns), list(session.pending)
+        return *texts, session.eviction, session.seed, session.reuse, session.rereads
 
-    def _save(self, session: ChatSession, name: str | None = None, *, whole: bool = False) -> bool:
-        """Save; with a `name`, under that. Returns whether that made a new saved chat. whole: also
-        save a tier that is in memory."""
+    def _save(self, session: ChatSession, name: str | None = None, *, whole: bool = False) -> None:
+        """Save; with a `name`, under that. whole: also a tier that is in memory."""
         if self.name is None or not os.path.lexists(chats_folder() / self.name / FILE):
             name = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
             self._create(session, name, whole=whole)
-            return True
-        if self._file is None:
-            self._hold(held(self.name))
-        assert self._file is not None
+            return
+        file = self._file or self._hold(held(self.name))
         pairs = zip(session.turns, self._last[0] if self._last else (), strict=False)
         same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
-        facts = self._identity(session)
-        self._file.write(rows_of(session, facts, ask=self.name == LAST, same=same), same)
+        made = rows_of(session, self._identity(session), ask=self.name == LAST, same=same)
+        file.write(made, same)
         if name not in (None, self.name):
             self._release()
             os.rename(chats_folder() / self.name, chats_folder() / str(name))
@@ -286,7 +235,6 @@ class Keeper:
             self._hold(held(str(name)))
         self._settle(session, str(self.name), whole=whole)
         self._last, self.saved = self._state(session), True
-        return False
 
     def _create(
         self, session: ChatSession, name: str, *, whole: bool, forked: bool = False
@@ -311,16 +259,15 @@ class Keeper:
         self, session: ChatSession, name: str, *, whole: bool, forked: bool = False
     ) -> None:
         """Put the tier among the files of the chat, which is saved without it if that fails."""
-        if name == LAST:
-            return
         try:
-            settle(session, name, tier_identity(self._identity(session)), whole=whole)
+            if name != LAST:
+                tier.settle(session, name, self._identity(session), whole=whole)
         except Exception as error:
             if forked:
                 raise
-            self._warn(f"this chat is saved without its tier: {_reason(error)}")
+            self._warn(f"this chat is saved without its tier: {explain(error).message}")
 
-    def _hold(self, file: ChatFile) -> None:
+    def _hold(self, file: ChatFile) -> ChatFile:
         """From now on this is the chat's file. Nothing is known of what is in it."""
         self._file, self.name, self._last = file, file.name, ()
         if not file.locks:
@@ -328,6 +275,7 @@ class Keeper:
                 f"files in {short(chats_folder())} cannot be locked: keep this chat open in one "
                 "minikv only"
             )
+        return file
 
     def _warn(self, line: str) -> None:
         if self._first(line):
@@ -358,20 +306,6 @@ class Keeper:
             self._file = None
 
 
-def _cached(session: ChatSession, file: ChatFile, saved: Saved) -> ChatSnapshot:
-    """The chat with its cache. Raises UsageError if that cannot be used."""
-    snapshot = read_cache(file.rows, saved)
-    if snapshot.held is not None and not session.engine.kv.accepts(
-        snapshot.held, snapshot.eviction.rules()
-    ):
-        raise UsageError(
-            f"the cache of chat {saved.name} is of another version of minikv: "
-            f"{snapshot.eviction.pair} stored other figures per token then",
-            REREAD,
-        )
-    return snapshot
-
-
 def _refuse_taken(name: str) -> None:
     """Raise UsageError if the user cannot give this name to a chat."""
     check_name(name, own=True)
@@ -387,11 +321,4 @@ def _refused(what: str) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"the chat cannot be {what}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        where = f" ({error.filename})" if error.filename else ""
-        return f"{error.strerror or error}{where}"
-    return explain(error).message
+        raise UsageError(f"the chat cannot be {what}: {explain(error).message}") from None

@@ -66,15 +66,15 @@ def _entry(name: str) -> Entry | None:
     folder = chats_folder() / name
     try:
         saved = (folder / (TRANSCRIPT if is_old(folder) else FILE)).stat().st_mtime
-        found = Entry(name, saved, taken(name))
-        with contextlib.suppress(Damaged), reading(name) as rows:
-            facts = facts_of(rows)
-            title = " ".join(str(facts["title"])[:_TITLE].split())
-            turns, documents = int(facts["turns"]), len(facts["documents"])
-            return replace(found, title=title, turns=turns, documents=documents, damaged=False)
-        return found
-    except (OSError, UsageError):
+    except OSError:
         return None
+    found = Entry(name, saved, taken(name))
+    with contextlib.suppress(UsageError), reading(name) as rows:
+        facts = facts_of(rows)
+        title = " ".join(str(facts["title"])[:_TITLE].split())
+        turns, documents = int(facts["turns"]), len(facts["documents"])
+        return replace(found, title=title, turns=turns, documents=documents, damaged=False)
+    return found
 
 
 def taken(name: str) -> int:
@@ -108,10 +108,6 @@ def unknown(name: str) -> UsageError:
 # -- reading one ----------------------------------------------------------------------------------
 
 
-class Damaged(UsageError):
-    """A chat is damaged."""
-
-
 @contextlib.contextmanager
 def damage(name: str, hint: str = "") -> Iterator[None]:
     """Turns every error that a damaged file leads to into one UsageError with the reason, and that
@@ -127,7 +123,7 @@ def damage(name: str, hint: str = "") -> Iterator[None]:
         if unreadable(error):
             raise UsageError(f"chat {name} cannot be read: {error}") from None
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise Damaged(
+        raise UsageError(
             f"chat {name} is damaged: {clipped(what, 200)}",
             hint or f"`minikv chats rm {name}` removes it",
         ) from None

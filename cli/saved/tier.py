@@ -10,24 +10,27 @@ import contextlib
 import os
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.cli.paths import cache_folder, chats_folder, private
+from minikv.cli.saved.identity import POLICY
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.cache.tier_file import FileRows
     from minikv.chat.recall import Place
     from minikv.chat.session import ChatSession
+    from minikv.cli.saved.transcript import Saved
 
 TIER = "tier.kv"
 _WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
 
 
 def place(identity: Mapping[str, object], *, saved: bool) -> Place:
-    """The place for the tier of a new chat. Raises UsageError."""
+    """The place for the tier of a new chat. identity: of its session. Raises UsageError."""
     from minikv.chat.recall import Place
 
     try:
@@ -36,7 +39,12 @@ def place(identity: Mapping[str, object], *, saved: bool) -> Place:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise UsageError(f"{error.strerror}{where}") from None
-    return Place(folder / f".tier-{secrets.token_hex(8)}.kv", identity, saved)
+    return Place(folder / f".tier-{secrets.token_hex(8)}.kv", _own(identity), saved)
+
+
+def _own(identity: Mapping[str, object]) -> dict[str, object]:
+    """The part of a session's identity that its tier depends on: not policy, budget or --kv."""
+    return {key: value for key, value in identity.items() if key not in (*POLICY, "kv")}
 
 
 def _sweep(folder: Path) -> None:
@@ -56,24 +64,35 @@ def is_own(session: ChatSession, name: str) -> bool:
 
 
 def find(
-    session: ChatSession, name: str, identity: Mapping[str, object], given: Collection[str]
+    session: ChatSession,
+    saved: Saved,
+    identity: Mapping[str, object],
+    given: Collection[str],
+    warn: Callable[[str], None],
 ) -> FileRows | None:
     """The tier of a saved chat. None if it has none that is of this model and, if the user gave it,
-    of --tier-dtype, and if the session has it already. Raises TierError where it is damaged or
-    open elsewhere."""
+    of --tier-dtype, and that can be used. Warns where it is damaged or open elsewhere."""
     from minikv.cache.tier_file import FileRows, Header
-    from minikv.cache.tier_rows import columns_of
+    from minikv.cache.tier_rows import TierError, columns_of
 
-    kv, recall, path = session.engine.kv, session.recall, chats_folder() / name / TIER
-    if recall.kind == "none" or not os.path.lexists(path) or is_own(session, name):
+    kv, recall, path = session.engine.kv, session.recall, chats_folder() / saved.name / TIER
+    if recall.kind == "none" or not os.path.lexists(path):
+        return None
+    try:
+        rows = FileRows.open(path, pinned=kv.device.type == "cuda")
+    except TierError as error:
+        warn(f"the tier of chat {saved.name} cannot be used: {error}")
         return None
     dtypes = [recall.dtype] if "tier_dtype" in given else ["same", "int8"]
     kinds = [columns_of(kv.shape, kv.dtype, dtype == "int8") for dtype in dtypes]
-    rows = FileRows.open(path, pinned=kv.device.type == "cuda")
-    if rows.header in [Header(kv.shape.layers, kv.shape.kv_heads, one, identity) for one in kinds]:
-        return rows
-    rows.close()
-    return None
+    here = [Header(kv.shape.layers, kv.shape.kv_heads, kind, _own(identity)) for kind in kinds]
+    if rows.header not in here:
+        rows.close()
+        return None
+    if rows.damage:
+        again = amount(max(0, len(saved.tokens) - rows.rows), "token")
+        warn(f"the tier of chat {saved.name}: {rows.damage}; {again} are read again")
+    return rows
 
 
 def settle(session: ChatSession, name: str, identity: Mapping[str, object], *, whole: bool) -> None:

@@ -16,7 +16,6 @@ from minikv.chat.transcript import (
     OVERFLOWS,
     REUSES,
     Document,
-    Message,
     Source,
     TokenLog,
     Turn,
@@ -43,6 +42,7 @@ from minikv.models import BUNDLED
 from minikv.settings import WEIGHTS, Settings
 
 if TYPE_CHECKING:
+    from minikv.cache.kv_cache import KVCache
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
 
@@ -53,7 +53,8 @@ _RUN = {"model", "revision", "dtype", "seed", "system", "pin_system", "kv", "wei
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A chat that was read and checked. Its cache was not read yet. tokens: of the conversation."""
+    """A chat that was read and checked. Its cache was not read yet. tokens: of the conversation.
+    curve: as `ChatSession.curve`."""
 
     name: str
     facts: Mapping[str, Any]
@@ -61,21 +62,12 @@ class Saved:
     turns: tuple[Turn, ...]
     pending: tuple[Document, ...]
     tokens: tuple[int, ...]
+    curve: list[tuple[int, int, int]]
 
     @property
     def documents(self) -> tuple[Document, ...]:
         """The documents that the model has read, in order."""
         return tuple(document for turn in self.turns for document in turn.documents)
-
-    @property
-    def opened_with(self) -> tuple[Message, ...]:
-        """The system prompt at the beginning, if there was one."""
-        return system_messages(str(self.facts["opened_with"]))
-
-    @property
-    def curve(self) -> tuple[tuple[int, int, int], ...]:
-        """As `ChatSession.curve`."""
-        return tuple((int(a), int(b), int(c)) for a, b, c in self.facts["curve"])
 
     def without_cache(self, known: bool = True) -> ChatSnapshot:
         """The chat without its cache: the next question reads the whole conversation again, except
@@ -83,7 +75,7 @@ class Saved:
         from minikv.chat.snapshot import ChatSnapshot, Conversation
 
         said = Conversation(
-            opened_with=self.opened_with,
+            opened_with=system_messages(self.facts["opened_with"]),
             turns=list(self.turns),
             pending=list(self.pending),
             log=TokenLog(self.tokens if known else ()),
@@ -116,7 +108,8 @@ def held(name: str) -> ChatFile:
 
 
 def _write_anew(name: str, rows: Rows, no_cache: str = "") -> None:
-    """Write a new file for a chat. no_cache: why it has no cache from now on. Raises UsageError."""
+    """Write a new file for a chat. no_cache: why it has no cache from now on. Raises OSError and
+    `DAMAGE`."""
     read_from(name, rows)  # what cannot be read does not replace what can
     made = {table: rows(table) for table in TABLES if table != "cache" or not no_cache}
     if no_cache:
@@ -151,44 +144,42 @@ def read(name: str) -> Saved:
 
 
 def read_from(name: str, rows: Rows) -> Saved:
-    """As `read`. Raises UsageError for anything missing or altered."""
+    """As `read`. Raises `DAMAGE` for anything missing or altered."""
     from minikv.cli.documents.text import one_line
 
-    with damage(name):
-        ((text, tokens),) = rows("chat")
-        facts = decoded(text)
-        texts = list[Document]()
-        for about, text in rows("document"):
-            known = decoded(about)
-            source = Source(**known["source"]) if known["source"] else None
-            if known["name"] is not None and one_line(known["name"]) != known["name"]:
-                raise ValueError(f"{known['name']!r:.60} is no name of a document")  # it is shown
-            texts.append(Document(text, known["name"], source))
-        turns = list[Turn]()
-        for about, question, answer in rows("turn"):
-            known = decoded(about)
-            documents = tuple(texts[i] for i in known["documents"])
-            report = report_of(known["record"], known=True)
-            thoughts = checked(str, known.get("thoughts", ""), "thoughts")
-            turns.append(Turn(question, answer, documents, report, thoughts))
-        if (facts["turns"], len(facts["documents"])) != (len(turns), len(texts)):
-            raise ValueError("turns or documents are missing")
-        pending = tuple(texts[i] for i in facts["pending"])
-        eviction, ids = eviction_of(facts["identity"]), tuple(array.array("i", tokens))
-        saved = Saved(name, facts, eviction, tuple(turns), pending, ids)
-        # Check now what is used later, so that damage is found before anything is changed.
-        _ = saved.curve
-        kinds = {"seed": int, "cache": int, "opened_with": str, "system": str, "no_cache": str}
-        for key, kind in (kinds | {"pin_system": bool}).items():
-            checked(kind, facts[key], key)
-        for key, words in (("reuse", REUSES), ("overflow", OVERFLOWS)):
-            if facts.get(key, words[0]) not in words:
-                raise ValueError(f"{key} {facts[key]!r:.20} is none")
-    return saved
+    ((text, tokens),) = rows("chat")
+    facts = decoded(text)
+    texts = list[Document]()
+    for about, text in rows("document"):
+        known = decoded(about)
+        source = Source(**known["source"]) if known["source"] else None
+        if known["name"] is not None and one_line(known["name"]) != known["name"]:
+            raise ValueError(f"{known['name']!r:.60} is no name of a document")  # it is shown
+        texts.append(Document(text, known["name"], source))
+    turns = list[Turn]()
+    for about, question, answer in rows("turn"):
+        known = decoded(about)
+        documents = tuple(texts[i] for i in known["documents"])
+        report = report_of(known["record"], known=True)
+        thoughts = checked(str, known.get("thoughts", ""), "thoughts")
+        turns.append(Turn(question, answer, documents, report, thoughts))
+    if (facts["turns"], len(facts["documents"])) != (len(turns), len(texts)):
+        raise ValueError("turns or documents are missing")
+    pending = tuple(texts[i] for i in facts["pending"])
+    eviction, ids = eviction_of(facts["identity"]), tuple(array.array("i", tokens))
+    curve = [(int(a), int(b), int(c)) for a, b, c in facts["curve"]]
+    # Check now what is used later, so that damage is found before anything is changed.
+    kinds = {"seed": int, "cache": int, "opened_with": str, "system": str, "no_cache": str}
+    for key, kind in (kinds | {"pin_system": bool}).items():
+        checked(kind, facts[key], key)
+    for key, words in (("reuse", REUSES), ("overflow", OVERFLOWS)):
+        if facts.get(key, words[0]) not in words:
+            raise ValueError(f"{key} {facts[key]!r:.20} is none")
+    return Saved(name, facts, eviction, tuple(turns), pending, ids, curve)
 
 
-def read_cache(rows: Rows, saved: Saved) -> ChatSnapshot:
-    """The chat with its cache. Raises UsageError."""
+def read_cache(rows: Rows, saved: Saved, kv: KVCache) -> ChatSnapshot:
+    """The chat with its cache, for `kv`. Raises UsageError if that cannot be used."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -212,15 +203,18 @@ def read_cache(rows: Rows, saved: Saved) -> ChatSnapshot:
             if name.startswith("column.")
         }
         held, pending = CacheSnapshot.read(state["held"], columns), state["owed"]
-        fed = saved.tokens if pending is None else saved.tokens[:-1]
-        if (
-            held.state.position != len(fed)
-            or saved.tokens[len(fed) :] != (pending,)[: pending is not None]
-        ):
+        unfed, seen = () if pending is None else (pending,), held.state.position
+        if len(saved.tokens) != seen + len(unfed) or saved.tokens[seen:] != unfed:
             raise ValueError("the tokens in the cache are not those of the chat")
         made = saved.without_cache()
-        said = replace(made.said, rereads=bool(state["rereads"]))
-        return replace(made, held=held, said=said)
+        made = replace(made, held=held, said=replace(made.said, rereads=bool(state["rereads"])))
+    if not kv.accepts(held, made.eviction.rules()):
+        raise UsageError(
+            f"the cache of chat {saved.name} is of another version of minikv: "
+            f"{made.eviction.pair} stored other figures per token then",
+            REREAD,
+        )
+    return made
 
 
 # -- writing ------------------------------------------------------------------------------

@@ -453,10 +453,9 @@ def _chats(folder: Path) -> list[Target]:
         """As by `minikv chats` and `Keeper.load`."""
         listing()
         resumed(Settings(), "one", ())
-        with closing(held("one")) as file:
+        with closing(held("one")) as file, damage("one"):
             found = read_from("one", file.rows)
-            with damage("one"):
-                session.restore(read_cache(file.rows, found))
+            session.restore(read_cache(file.rows, found, session.engine.kv))
         kept.held(session)
         for one in found.turns:
             one.report.lines()

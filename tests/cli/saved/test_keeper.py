@@ -686,7 +686,7 @@ def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
             one.keep(session)
         with pytest.raises(UsageError, match="disk is full"):
             one.save(session)
-    assert capsys.readouterr().err.count("this chat is not saved: database or disk is full") == 1
+    assert capsys.readouterr().err.count("database or disk is full") == 1
     assert read(one.name) == first
     one.keep(session)
     assert len(read(one.name).turns) == 5
