@@ -42,7 +42,7 @@ def _fork(context: Context, arguments: list[str]) -> None:
     before = keeper.name
     if not session.turns:
         raise UsageError("there is nothing to copy yet", "ask something first")
-    path = keeper.fork(session, arguments[0])
+    path = keeper.save(session, arguments[0], fork=True)
     was = f"; {before} stays as it is" if before else ""
     context.terminal.say(f"from here on this is {keeper.name}{was}: {path}")
 

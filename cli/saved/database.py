@@ -99,11 +99,6 @@ _NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")
 class OpenElsewhere(UsageError):
     """Another process has the chat open."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"chat {name} is open in another minikv", "leave it there, or open another chat"
-        )
-
 
 class ChatFile:
     """An open file of a saved chat. locks: whether its file system can lock files. wrong: what
@@ -189,8 +184,12 @@ class ChatFile:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
-            busy = _name(error).startswith("SQLITE_BUSY")
-            raise (OpenElsewhere(self.name) if busy else error) from None
+            if not _name(error).startswith("SQLITE_BUSY"):
+                raise
+            raise OpenElsewhere(
+                f"chat {self.name} is open in another minikv",
+                "leave it there, or open another chat",
+            ) from None
 
     def _seal_in_file(self) -> Any:
         return self._value("SELECT max(seal) FROM chat")

@@ -17,7 +17,6 @@ from minikv.models.identity import digests
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
-
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
 """The fields of an identity that a loaded chat brings along, so that they need not agree."""
 

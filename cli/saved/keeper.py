@@ -10,7 +10,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -92,28 +92,26 @@ class Keeper:
         stays = self._named or bool(session.turns)
         return self.name if self.active and stays and not self._changed(session) else None
 
-    def save(self, session: ChatSession, name: str | None = None) -> Path:
-        """Save now; with a `name`, under that name from now on. Raises UsageError if that fails."""
+    def save(self, session: ChatSession, name: str | None = None, *, fork: bool = False) -> Path:
+        """Save now; with a `name`, under that name from now on; with `fork`, what was saved before
+        stays under its own, and on UsageError nothing has changed. Raises UsageError."""
         self._changed(session)
-        if name is not None and name != self.name:
-            _refuse_taken(name)
-        with _refused("saved"):
-            self._save(session, name, whole=True)
+        if name is not None and (fork or name != self.name):
+            check_name(name, own=True)
+            if os.path.lexists(chats_folder() / name):
+                raise UsageError(f"there is a chat {name} already", "choose another name")
+        try:
+            if fork and self.name is not None:
+                self.keep(session)
+                self._create(session, str(name), whole=True, forked=True)
+            else:
+                self._save(session, name, whole=True)
+        except UsageError:
+            raise
+        except Exception as error:
+            raise UsageError(f"the chat cannot be saved: {explain(error).message}") from None
         self.active = self._named = True
         return chats_folder() / str(self.name)
-
-    def fork(self, session: ChatSession, name: str) -> Path:
-        """Save under a new name, and save there from now on; what was saved before stays as it is.
-        On UsageError nothing has changed."""
-        self._changed(session)
-        if self.name is None:
-            return self.save(session, name)
-        _refuse_taken(name)
-        self.keep(session)
-        with _refused("copied"):
-            self._create(session, name, whole=True, forked=True)
-        self.active = self._named = True
-        return chats_folder() / name
 
     def load(
         self, session: ChatSession, name: str, *, reread: bool = False, given: Collection[str] = ()
@@ -130,23 +128,23 @@ class Keeper:
         with contextlib.ExitStack() as undone, damage(name):
             file = mine or undone.enter_context(contextlib.closing(held(name)))
             saved, rows = read_from(name, file.rows), None
-            kept = not reread and tier.is_own(session, name)
-            if not reread and not kept:
+            if not reread:
                 here = self._identity(session)
                 rows = tier.find(session, saved, here, given, self._terminal.warn)
-            if rows is not None:
+            own = rows is not None and rows is session.recall.file
+            if rows is not None and not own:
                 undone.callback(rows.close)
-            spare = kept or rows is not None or name == LAST
+            spare = rows is not None or name == LAST
             snapshot = self._snapshot(session, file, saved, given, reread=reread, spare=spare)
             if "seed" in given:
                 snapshot = replace(snapshot, seed=session.seed)
             session.restore(snapshot)
             undone.pop_all()
-        if not kept:
+        if not own:
             session.recall.clear()
-        if rows is not None:
             try:
-                session.recall.adopt(rows)
+                if rows is not None:
+                    session.recall.adopt(rows)
             except Exception as error:
                 self._terminal.warn(f"the tier cannot be used: {explain(error).message}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
@@ -304,21 +302,3 @@ class Keeper:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-def _refuse_taken(name: str) -> None:
-    """Raise UsageError if the user cannot give this name to a chat."""
-    check_name(name, own=True)
-    if os.path.lexists(chats_folder() / name):
-        raise UsageError(f"there is a chat {name} already", "choose another name")
-
-
-@contextlib.contextmanager
-def _refused(what: str) -> Iterator[None]:
-    """Turns every error into one UsageError that says what was not done to the chat."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"the chat cannot be {what}: {explain(error).message}") from None

@@ -57,12 +57,6 @@ def _sweep(folder: Path) -> None:
                 remove(folder / name)
 
 
-def is_own(session: ChatSession, name: str) -> bool:
-    """Whether the session's tier is that of this saved chat."""
-    own = session.recall.file
-    return own is not None and own.is_at(chats_folder() / name / TIER)
-
-
 def find(
     session: ChatSession,
     saved: Saved,
@@ -70,12 +64,15 @@ def find(
     given: Collection[str],
     warn: Callable[[str], None],
 ) -> FileRows | None:
-    """The tier of a saved chat. None if it has none that is of this model and, if the user gave it,
-    of --tier-dtype, and that can be used. Warns where it is damaged or open elsewhere."""
+    """The tier of a saved chat, which may be the session's own. None if it has none that is of this
+    model and, if the user gave it, of --tier-dtype, and that can be used. Warns where it is damaged
+    or open elsewhere."""
     from minikv.cache.tier_file import FileRows, Header
     from minikv.cache.tier_rows import TierError, columns_of
 
     kv, recall, path = session.engine.kv, session.recall, chats_folder() / saved.name / TIER
+    if recall.file is not None and recall.file.is_at(path):
+        return recall.file
     if recall.kind == "none" or not os.path.lexists(path):
         return None
     try:
@@ -102,10 +99,10 @@ def settle(session: ChatSession, name: str, identity: Mapping[str, object], *, w
     recall, rows, path = session.recall, session.recall.file, chats_folder() / name / TIER
     if rows is not None and whole:
         rows.sync()
-    if is_own(session, name) or (rows is None and not (whole and recall.tokens)):
+    if rows is None and not (whole and recall.tokens):
         return
     # A file without a name, on another disk, or of another chat is copied, as memory is.
-    if rows is not None and not rows.kept and rows.move(path):
+    if rows is not None and (rows.is_at(path) or (not rows.kept and rows.move(path))):
         return
     copy = recall.write(place(identity, saved=True))
     try:

@@ -504,7 +504,7 @@ class Machine:
             old = keeper.name
         name = f"fork-{next(self.numbers)}"
         with self.faults():
-            keeper.fork(session, name)
+            keeper.save(session, name, fork=True)
         if old is not None and fault is not None:  # then it may be older: that is a warning
             del self.saved[old]
         elif old is not None:

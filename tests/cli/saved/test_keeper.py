@@ -225,7 +225,7 @@ def test_a_file_that_was_removed_or_exchanged_is_noticed(
             one.save(session, name)
     one.keep(session)
     assert "this chat is not saved: another minikv has saved" in capsys.readouterr().err
-    one.fork(session, "two")
+    one.save(session, "two", fork=True)
     assert [read(name).turns[-1].question for name in ("one", "two")] == ["There?", "Here?"]
 
 

@@ -258,7 +258,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
     twin = talked_on("file", "same")
     keeper, session = talked(kind)
-    keeper.fork(session, "two")
+    keeper.save(session, "two", fork=True)
     assert (keeper.name, session.recall.place) == ("two", kind)
     before = contents(home / "one")
     say(session, "Elsewhere?")
@@ -272,7 +272,7 @@ def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
     for name in ("one", "two", "a b"):
         keeper, session = OPEN[-1]
         with pytest.raises(UsageError):
-            keeper.fork(session, name)
+            keeper.save(session, name, fork=True)
         assert keeper.name == "two"
 
 
@@ -281,8 +281,8 @@ def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.Monke
     keeper, session = talked()
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UsageError, match=r"cannot be copied.*No space left"):
-            keeper.fork(session, "two")
+        with pytest.raises(UsageError, match=r"cannot be saved.*No space left"):
+            keeper.save(session, "two", fork=True)
     assert keeper.name == "one"
     assert os.listdir(home) == ["one"]
     assert unread(session, "And now?") == twin[0]
@@ -304,7 +304,7 @@ def test_a_save_that_fails_at_its_end_leaves_the_tier(
     with monkeypatch.context() as patch:
         patch.setattr(keepers, "renew", full)
         with pytest.raises(UsageError, match="No space left"):
-            (keeper.fork if saved else keeper.save)(session, "two")
+            keeper.save(session, "two", fork=saved)
     assert not (home / "two").exists()
     for question in ("Why?", "When?", "Where?"):
         unread(session, question)
