@@ -245,7 +245,7 @@ class Keeper:
         with contextlib.ExitStack() as undone:
             if not there:
                 undone.callback(shutil.rmtree, chats_folder() / name, ignore_errors=True)
-            renew(name, rows_of(session, facts))
+            renew(name, rows_of(session, facts, ask=name == LAST))
             file = undone.enter_context(contextlib.closing(held(name)))
             self._settle(session, name, whole=whole, forked=forked)
             undone.pop_all()

@@ -615,29 +615,29 @@ def test_a_cache_that_does_not_fit_the_chat_is_refused(home: Path, part: str, ho
     assert len(fresh.turns) == 2
 
 
-def test_a_cache_with_other_figures_per_token_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version whose policy stored something else saved it."""
-    with monkeypatch.context() as then:
-        then.setattr(RoCo, "total", "sum")
-        saved(talked(decode="roco"), "old").close()
+@pytest.mark.parametrize(
+    ("owner", "name", "then", "said"),
+    [
+        (RoCo, "total", "sum", "of another version of minikv: adakv with roco"),
+        (transcript, "CACHE_BYTES", 100, r"has no cache: it held .* and at most 100 B are saved"),
+    ],
+)
+def test_a_cache_that_cannot_be_used_is_no_damage(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, then: object, said: str
+) -> None:
+    """Another version stored other figures per token, or it was too large to save."""
+    session = talked(decode="roco")
+    with monkeypatch.context() as earlier:
+        earlier.setattr(owner, name, then)
+        if owner is RoCo:
+            session = talked(decode="roco")
+        saved(session).close()
     fresh = chat()
-    with pytest.raises(UsageError, match="another version of minikv: adakv with roco") as refused:
-        take_up(fresh, "old")
-    assert "--reread" in str(refused.value.hint)
-    take_up(fresh, "old", reread=True)
-    assert len(fresh.turns) == 2
-
-
-def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transcript, "CACHE_BYTES", 100)
-    session = talked()
-    saved(session).close()
-    fresh = chat()
-    with pytest.raises(UsageError, match=r"has no cache: it held .* and at most 100 B are saved"):
+    with pytest.raises(UsageError, match=said) as refused:
         take_up(fresh)
+    assert "--reread" in str(refused.value.hint)
     take_up(fresh, reread=True)
-    assert fresh.messages == session.messages
-    assert fresh.curve == session.curve
+    assert (fresh.messages, fresh.curve) == (session.messages, session.curve)
     say(fresh, "And now?")
     assert fresh.reports[-1].tokens.prompt_reused == 0
 
@@ -645,28 +645,24 @@ def test_a_cache_too_large_to_save_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 # -- saves that fail ----------------------------------------------------------------------
 
 
-PanicException = type("PanicException", (BaseException,), {})
-
-
-@pytest.mark.parametrize("error", [MemoryError, PanicException, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [MemoryError, type("PanicException", (BaseException,), {})])
 def test_memory_that_is_short_for_a_save_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BaseException]
 ) -> None:
-    """The library of safetensors raises what is no Exception."""
+    """The library of safetensors raises what is no Exception; Ctrl-C is none of it."""
 
     def short(tensors: object, metadata: object) -> bytes:
         raise error
 
     monkeypatch.setattr(safetensors.torch, "save", short)
     session, one = talked(), keeper()
-    if error is KeyboardInterrupt:
-        with pytest.raises(KeyboardInterrupt):
-            one.keep(session)
-        return
     one.keep(session)
     assert "this chat is not saved: out of memory" in capsys.readouterr().err
     with pytest.raises(UsageError, match="cannot be saved: out of memory"):
         one.save(session)
+    error = KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        one.keep(session)
 
 
 def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
@@ -833,16 +829,6 @@ def test_what_cannot_be_saved_costs_one_warning(
     assert capsys.readouterr().err.count("this chat is not saved: ") == 1
     with pytest.raises(UsageError, match="cannot be saved"):
         one.save(session, "x")
-
-
-def test_no_save_saves_nothing_until_asked(home: Path) -> None:
-    session, one = talked(), keeper(active=False)
-    one.keep(session)
-    assert not home.exists()
-    one.save(session, "asked")
-    say(session, "more")
-    one.keep(session)
-    assert len(read("asked").turns) == 3
 
 
 # -- settings and processes ---------------------------------------------------------------

@@ -113,7 +113,12 @@ def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     talk = make(chat(undo_turns=16), capsys, active=False)
     assert talk.run("load")[1] == f"no saved chat in {home}\n"
     talk.ask("Who?")
+    talk.context.keeper.keep(talk.session)
+    assert not home.exists()
     talk.run("save mine")
+    talk.ask("Why?")
+    talk.context.keeper.keep(talk.session)
+    assert len(read("mine").turns) == 2
     other = make(chat(), capsys, active=False)
     other.ask("not saved")
     with pytest.raises(UsageError, match="open in another"):

@@ -21,6 +21,7 @@ from sqlite_calls import edit
 
 from minikv.cache.tier_file import FileRows, Header, is_open, remove
 from minikv.cache.tier_rows import RamRows
+from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
@@ -130,12 +131,16 @@ def talked_on(kind: str, dtype: str, **given: Any) -> tuple[Any, Any, Any]:
         ("snapkv", 64, ("policy", "budget")),
         ("adakv", 96, ("budget",)),
         ("streaming", 48, ("policy",)),
+        ("adakv", 48, ("kv",)),
     ],
 )
-def test_under_another_policy_or_budget(policy: str, budget: int, given: tuple[str, ...]) -> None:
+def test_under_another_policy_budget_or_kv(
+    policy: str, budget: int, given: tuple[str, ...]
+) -> None:
     """As a chat that reads all of it under them."""
     talked()
-    _, again = resumed("one", given, policy=policy, budget=budget)
+    facts = Facts(kv="int8" if "kv" in given else "float32")
+    _, again = resumed("one", given, policy=policy, budget=budget, facts=facts)
     assert again.eviction == EvictionConfig.read(policy, budget=budget)
     assert again.fed == []
     plain = chat(policy, budget, reuse="auto")
@@ -160,15 +165,6 @@ def test_without_eviction() -> None:
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
     say(again, "Then?")
     assert again.reports[-1].reuse == "once"
-
-
-def test_under_int8_rows() -> None:
-    talked()
-    end()
-    keeper, session = start()
-    session.facts = replace(session.facts, kv="int8")
-    keeper.load(session, "one", given=("kv",))
-    unread(session, "And now?")
 
 
 def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
@@ -397,7 +393,7 @@ def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
 
 
 def test_a_directory_that_cannot_be_written(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
@@ -405,18 +401,6 @@ def test_a_directory_that_cannot_be_written(
     session.attach(MILL)
     with pytest.raises(UsageError, match=r"tier=.file.. is not possible"):
         list(session.ask("Who?"))
-    _, other = start("auto")
-    said: list[str] = []
-    other.recall = Recall(other.engine.kv, "auto", "same", lambda: 1000)
-    other.recall.say = said.append
-    OPEN[-1][0].attend(other)
-    other.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(other, question)
-    assert [report.reuse for report in other.reports] == ["once", "refresh"]
-    assert len(said) == 1
-    assert said[0].startswith("no tier: ")
-    assert "; what was read takes 256.0 KiB of RAM, and 1,000 B are free" in said[0]
 
 
 def test_memory_that_is_short_makes_the_tier_a_file(
