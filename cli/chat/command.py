@@ -94,7 +94,7 @@ def chat(
     if resume is not None:
         began = perf_counter()
         saved = keeper.load(session, resume, reread=asked.reread, given=given)
-        origins |= origins_of(saved, given, reread=asked.reread)
+        origins |= origins_of(session, saved, given)
         terminal.note(summary(session, saved, perf_counter() - began))
         for line in changes(session.documents + session.pending):
             terminal.warn(line)

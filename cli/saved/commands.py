@@ -60,7 +60,7 @@ def _load(context: Context, arguments: list[str]) -> None:
     began = perf_counter()
     was = "" if keeper.name == names[0] else left(context)
     saved = keeper.load(session, names[0], reread=len(arguments) > 1)
-    context.origins |= origins_of(saved)
+    context.origins |= origins_of(session, saved)
     context.terminal.say(summary(session, saved, perf_counter() - began))
     if was:
         context.terminal.say(was)
@@ -69,18 +69,16 @@ def _load(context: Context, arguments: list[str]) -> None:
 
 
 def origins_of(
-    saved: Saved, given: Collection[str] | None = None, *, reread: bool = False
+    session: ChatSession, saved: Saved, given: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Where the settings came from that were loaded with a chat. `given` and `reread`: as the user
-    stated them for a run that began with this chat; None: the chat was loaded later."""
-    names = {*_CACHED, "seed", "system", "pin_system", "reuse", "overflow"}
+    """Where the settings came from that were loaded with a chat. `given`: as the user stated them
+    for a run that began with this chat; None: the chat was loaded later."""
+    now, then = session.eviction, saved.eviction
+    names = {name for name in _CACHED if getattr(now, name) == getattr(then, name)}
+    names |= {"seed", "system", "pin_system", "reuse", "overflow"}
     if given is not None:
         names |= set(saved.facts["run"])  # the model, and how it is kept
-        if reread and {*_CACHED, "options"} & set(given):
-            names -= set(_CACHED)
-        if "model" in given:
-            names.discard("revision")
-        names -= set(given)
+        names -= {*given, *(("revision",) if "model" in given else ())}
     return dict.fromkeys(names, f"chat {saved.name}")
 
 

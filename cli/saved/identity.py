@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,15 +60,10 @@ def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
     )
 
 
-def differences(
-    here: Mapping[str, object], header: Mapping[str, Any], stated: Collection[str]
-) -> str:
-    """In what the chat of this header differs from a session, in words; "" if in nothing. Policy
-    and budget count only where the user `stated` them."""
-    there = header["identity"]
-    different = [
-        key for key in here if (key not in POLICY or key in stated) and here[key] != there.get(key)
-    ]
+def differences(here: Mapping[str, object], there: Mapping[str, Any]) -> str:
+    """In what a session differs from what a cache belongs to, policy and budget aside, in words; ""
+    if in nothing."""
+    different = [key for key in here if key not in POLICY and here[key] != there.get(key)]
     if "weights" in different and "model" in different:
         different.remove("weights")
     return "; ".join(

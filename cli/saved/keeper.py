@@ -20,7 +20,7 @@ from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder, private
 from minikv.cli.saved import tier
 from minikv.cli.saved.database import FILE, LAST, REREAD, ChatFile, check_name, new_folder, renew
-from minikv.cli.saved.identity import POLICY, differences, identity, model_identity
+from minikv.cli.saved.identity import differences, identity, model_identity
 from minikv.cli.saved.listing import damage
 from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of
 from minikv.cli.screen.terminal import Terminal
@@ -28,6 +28,7 @@ from minikv.cli.settings.config import short
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
+    from minikv.chat.eviction_config import EvictionConfig
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
 
@@ -116,13 +117,14 @@ class Keeper:
     def load(
         self, session: ChatSession, name: str, *, reread: bool = False, given: Collection[str] = ()
     ) -> Saved:
-        """Replace the chat of `session` by a saved one, with its policy, budget and seed.
+        """Replace the chat of `session` by a saved one, with its policy, budget and seed, except
+        what the user stated (`given`, fields of `Settings`).
 
-        `given`: fields of `Settings` that the user stated. A chat that was saved with other values
-        is refused, and so is one with another model, tokenizer or dtype, or with changed files. But
-        if the chat has a tier of this model, policy, budget and --kv may differ, and the cache may
-        be damaged. With `reread`, cache and tier are not used: the next question reads the whole
-        conversation again. On UsageError nothing has changed.
+        One with another model, tokenizer or number format, or with changed files is refused. But if
+        the chat has a tier of this model, --kv may differ, and the cache may be damaged. Under
+        another policy or budget, and with `reread`, the cache is not used, with `reread` the tier
+        neither: the next question reads the whole conversation again, or recalls it from the tier.
+        On UsageError nothing has changed.
         """
         mine = self._file if name == self.name else None
         with contextlib.ExitStack() as undone, damage(name):
@@ -171,29 +173,28 @@ class Keeper:
     ) -> ChatSnapshot:
         """The chat with its cache; without it if the caller wants that, or if the cache is `spare`
         and cannot be used. Raises UsageError, and `DAMAGE`."""
-        here, name = self._identity(session), saved.name
-        stated = {*given, *(("policy_options", "decode_options") if "options" in given else ())}
-        if not reread:
-            if name == LAST and (other := differences(here, saved.facts, ())):
-                raise UsageError(f"the last ask does not belong to this run: {other}")
-            found = differences(here, saved.facts, stated)
-            if found and not spare:
-                raise UsageError(
-                    f"the cache of chat {name} does not belong to this run: {found}", REREAD
-                )
-            try:
-                if not found:
-                    return read_cache(file.rows, saved, session.engine.kv)
-            except UsageError as error:
-                if not spare:
-                    raise
-                if saved.facts["cache"]:
-                    self._terminal.warn(f"{error}; the tier is used in its place")
+        here, there = self._identity(session), saved.facts["identity"]
+        eviction = _chosen(session.eviction, saved.eviction, given)
+        found = "" if reread else differences(here, there)
+        if found and saved.name == LAST:
+            raise UsageError(f"the last ask does not belong to this run: {found}")
+        if found and not spare:
+            raise UsageError(
+                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
+            )
+        try:
+            if not reread and not found and eviction == saved.eviction:
+                return read_cache(file.rows, saved, session.engine.kv)
+        except UsageError as error:
+            if not spare:
+                raise
+            if saved.facts["cache"]:
+                self._terminal.warn(f"{error}; the tier is used in its place")
         snapshot = saved.without_cache(known=not reread)
         vocab = session.tokenizer.vocab
         if not all(0 <= id < vocab for id in snapshot.said.log.ids):
             raise ValueError("its tokens are not those of this model")
-        return replace(snapshot, eviction=session.eviction) if stated & {*POLICY} else snapshot
+        return replace(snapshot, eviction=eviction)
 
     def _identity(self, session: ChatSession) -> dict[str, object]:
         """The session's identity. The model's files are hashed once."""
@@ -302,3 +303,13 @@ class Keeper:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _chosen(mine: EvictionConfig, own: EvictionConfig, given: Collection[str]) -> EvictionConfig:
+    """A chat's own settings of eviction, except for what the user stated, as the session has it."""
+    fields = {"budget"} & set(given)
+    if {"policy", "options", "stride"} & set(given):
+        fields |= {"policy", "policy_options", "decode", "decode_options", "stride"}
+    elif "decode" in given:
+        fields |= {"decode", "decode_options"}
+    return replace(own, **{field: getattr(mine, field) for field in fields})

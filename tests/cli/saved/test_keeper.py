@@ -325,27 +325,31 @@ def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "read", "said"),
+    ("given", "stated", "then"),
     [
-        ("policy", {"policy": "snapkv"}, "policy snapkv here, adakv there"),
-        ("decode", {"decode": "tova"}, "decode tova here, h2o there"),
-        ("budget", {"budget": 64}, "budget 64 rows here, 48 rows there"),
-        ("options", {"options": {"window": 16}}, "policy_options"),
+        ("policy", {"policy": "snapkv"}, {"policy": "snapkv"}),
+        ("decode", {"decode": "tova"}, {"policy": "adakv", "decode": "tova"}),
+        ("budget", {"budget": 64}, {"policy": "adakv", "budget": 64}),
+        ("options", {"options": {"window": 16}}, {"options": {"window": 16}}),
     ],
 )
-def test_a_policy_that_the_user_insists_on_is_compared(
-    given: str, read: dict[str, Any], said: str
+def test_what_the_user_states_is_taken_and_all_is_read_again(
+    given: str, stated: dict[str, Any], then: dict[str, Any]
 ) -> None:
+    """The chat's own policy and budget otherwise, and its cache if they are alike."""
     saved(talked()).close()
     fresh, one = chat(), keeper()
-    fresh.configure(EvictionConfig.read(**{"budget": 48} | read))
-    with pytest.raises(UsageError, match="does not belong to this run") as error:
-        take_up(fresh, given={given})
-    assert said in str(error.value)
-    assert fresh.turns == []
-    one.load(fresh, "one")  # without insisting, the chat's own policy is taken
-    assert fresh.eviction == EvictionConfig.read("adakv", budget=48)
-    one.load(fresh, "one", given={given})  # now they are alike
+    fresh.configure(EvictionConfig.read(**stated))
+    one.load(fresh, "one")
+    assert (fresh.eviction, bool(fresh.fed)) == (EvictionConfig.read("adakv", budget=48), True)
+    fresh.configure(EvictionConfig.read(**stated))
+    one.load(fresh, "one", given={given})
+    assert (fresh.eviction, fresh.fed) == (EvictionConfig.read(**{"budget": 48} | then), [])
+    say(fresh, "And now?")
+    assert fresh.reports[-1].tokens.prompt_reused == 0
+    one.save(fresh)
+    one.load(fresh, "one", given={given})
+    assert fresh.fed
 
 
 # -- damaged, foreign and hostile files -----------------------------------------------------

@@ -43,11 +43,13 @@ def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     held = {"policy", "decode", "budget", "stride"}
     own = {"seed", "system", "pin_system", "reuse", "overflow"}
     run = {"model", "revision", "dtype", "kv", "weights"}
-    assert commands.origins_of(saved, ()) == dict.fromkeys(held | own | run, "chat mine")
-    stated = set(commands.origins_of(saved, {"seed", "model"}))
+    session = real.session
+    assert commands.origins_of(session, saved, ()) == dict.fromkeys(held | own | run, "chat mine")
+    stated = set(commands.origins_of(session, saved, {"seed", "model"}))
     assert stated == (held | own | run) - {"seed", "model", "revision"}
-    assert set(commands.origins_of(saved, {"budget"})) == (held | own | run) - {"budget"}
-    assert set(commands.origins_of(saved, {"budget"}, reread=True)) == own | run
+    assert set(commands.origins_of(session, saved, {"budget"})) == (held | own | run) - {"budget"}
+    session.configure(EvictionConfig.read("snapkv", budget=48))
+    assert set(commands.origins_of(session, saved, {"policy"})) == (held | own | run) - {"policy"}
 
 
 def changed(origins: dict[str, str]) -> dict[str, str]:
