@@ -60,13 +60,13 @@ class Keeper:
         says so, and the chat continues."""
         if not self.active or not self._changed(session):
             return
-        new = self.name is None
+        first = self.name is None and not self.saved
         try:
             self._save(session)
         except Exception as error:
             self._warn(f"this chat is not saved: {explain(error).message}; it continues unsaved")
             return
-        if new and self._first("saved") and self._terminal.err.isatty():
+        if first and self._terminal.err.isatty():
             where = short(chats_folder() / str(self.name))
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
@@ -277,14 +277,10 @@ class Keeper:
         return file
 
     def _warn(self, line: str) -> None:
-        if self._first(line):
+        """Warn, but not twice of the same."""
+        if line not in self._said:
+            self._said.add(line)
             self._terminal.warn(line)
-
-    def _first(self, line: str) -> bool:
-        """Whether this was not said before."""
-        new = line not in self._said
-        self._said.add(line)
-        return new
 
     def close(self) -> None:
         """Release the lock, so that another process can open the chat. One without a turn, which

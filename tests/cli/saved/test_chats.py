@@ -79,25 +79,36 @@ def test_a_name_that_is_not_there_names_the_nearest(two: Path, command: tuple[st
 
 
 def test_rm_asks_nobody_where_nobody_is_there(two: Path) -> None:
-    result = run("rm", "thesis")
-    assert result.exit_code == 2
-    assert "--yes removes without asking" in result.stderr
-    assert (two / "thesis").is_dir()
+    for words in (("thesis",), ("--older", "1d")):
+        result = run("rm", *words)
+        assert result.exit_code == 2
+        assert "--yes removes without asking" in result.stderr
+        assert len(os.listdir(two)) == 2
     result = run("rm", "thesis", "budget-talk", "--yes")
     assert result.exit_code == 0
     assert os.listdir(two) == []
     assert "removed thesis" in result.stderr
 
 
-def test_rm_removes_all_or_nothing(two: Path) -> None:
-    assert run("rm", "thesis", "nosuch", "--yes").exit_code == 2
+@pytest.mark.parametrize(
+    ("words", "code", "left"),
+    [
+        (("thesis", "nosuch"), 2, ["budget-talk", "thesis"]),
+        (("thesis", "budget-talk"), 2, ["budget-talk", "thesis"]),
+        (("--older", "1d"), 0, ["budget-talk"]),
+    ],
+)
+def test_rm_leaves_an_open_chat(
+    two: Path, words: tuple[str, ...], code: int, left: list[str]
+) -> None:
+    """What was named is removed as a whole, or not at all."""
     one = keeper()
     one.load(talked(), "budget-talk")
-    result = run("rm", "thesis", "budget-talk", "--yes")
+    result = run("rm", *words, "--yes")
     one.close()
-    assert result.exit_code == 2
-    assert "open in another minikv" in result.stderr
-    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
+    assert (result.exit_code, sorted(os.listdir(two))) == (code, left)
+    assert ("open in another minikv" in result.stderr) == ("nosuch" not in words)
+    assert ("budget-talk is open in another minikv: it stays" in result.stderr) == (code == 0)
 
 
 DAY = 86400
@@ -128,19 +139,6 @@ def test_rm_older(two: Path, older: str, left: str) -> None:
     assert result.exit_code == 0
     assert set(os.listdir(two)) == set(left.split())
     assert ("nothing was removed" in result.stderr) == ("years" in left)
-
-
-def test_rm_older_leaves_an_open_chat_and_asks(two: Path) -> None:
-    result = run("rm", "--older", "1d")
-    assert result.exit_code == 2
-    assert "--yes removes without asking" in result.stderr
-    one = keeper()
-    one.load(talked(), "thesis")
-    result = run("rm", "--older", "1d", "--yes")
-    one.close()
-    assert result.exit_code == 0
-    assert "chat thesis is open in another minikv: it stays" in result.stderr
-    assert os.listdir(two) == ["thesis"]
 
 
 @pytest.mark.parametrize(
