@@ -34,7 +34,6 @@ ELSEWHERE = {
     "models/checkpoint.py": "models/test_weights.py",
     "models/bundled/exam.py": "models/test_bundled.py",
     "models/bundled/world.py": "models/test_bundled.py",
-    "models/identity.py": "cli/saved/test_keeper.py",
     "models/errors.py": "models/test_weights.py",
     "models/llama.py": "models/test_parity.py",
     "models/rope.py": "models/test_parity.py",

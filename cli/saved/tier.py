@@ -6,15 +6,14 @@ files. For a chat that is not saved, it is a file in the user's cache directory,
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
+from minikv.cli.failures import explain
 from minikv.cli.paths import cache_folder, chats_folder, private
 from minikv.cli.saved.identity import POLICY
 from minikv.errors import UsageError
@@ -32,29 +31,19 @@ _WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
 def place(identity: Mapping[str, object], *, saved: bool) -> Place:
     """The place for the tier of a new chat. identity: of its session. Raises UsageError."""
     from minikv.chat.recall import Place
+    from minikv.chat.store import sweep
 
     try:
         folder = private(chats_folder() if saved else cache_folder())
-        _sweep(folder)
+        sweep(folder, _WAITING)  # what was killed before its first save
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        raise UsageError(f"{error.strerror}{where}") from None
+        raise UsageError(explain(error).message) from None
     return Place(folder / f".tier-{secrets.token_hex(8)}.kv", _own(identity), saved)
 
 
 def _own(identity: Mapping[str, object]) -> dict[str, object]:
     """The part of a session's identity that its tier depends on: not policy, budget or --kv."""
     return {key: value for key, value in identity.items() if key not in (*POLICY, "kv")}
-
-
-def _sweep(folder: Path) -> None:
-    """Remove the tiers of chats that were killed before their first save."""
-    from minikv.cache.tier_file import is_open, remove
-
-    for name in filter(_WAITING.fullmatch, os.listdir(folder)):
-        with contextlib.suppress(OSError):
-            if not is_open(folder / name):
-                remove(folder / name)
 
 
 def find(

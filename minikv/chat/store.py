@@ -116,7 +116,7 @@ class Store:
         """Make room for `size` bytes by removing entries. Returns "", or why there is none."""
         try:
             os.makedirs(self.folder, 0o700, exist_ok=True)
-            self._sweep()
+            sweep(self.folder, _WAITING)
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return f"{error.strerror} ({self.folder})"
@@ -140,13 +140,14 @@ class Store:
         """A new name for an entry that is on disk."""
         return self.folder / secrets.token_hex(8)
 
-    def _sweep(self) -> None:
-        """Remove what killed processes left."""
-        for path in self.folder.iterdir():
-            if _WAITING.fullmatch(path.name):
-                with contextlib.suppress(OSError):
-                    if not is_open(path):
-                        remove(path)
+
+def sweep(folder: Path, unfinished: re.Pattern[str]) -> None:
+    """Remove the tiers with such names that killed processes left in a folder. Raises OSError."""
+    for path in folder.iterdir():
+        if unfinished.fullmatch(path.name):
+            with contextlib.suppress(OSError):
+                if not is_open(path):
+                    remove(path)
 
 
 def _entry(path: Path) -> Entry:

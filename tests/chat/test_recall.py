@@ -12,7 +12,7 @@ from tiers import MILL, RIVER, recalling
 
 import minikv
 from minikv.cache.tier_rows import TierError
-from minikv.chat.recall import Place, somewhere
+from minikv.chat.recall import Place, Recall, somewhere
 from minikv.chat.report import size
 from minikv.chat.session import ChatSession
 from minikv.cli.screen import render
@@ -218,3 +218,26 @@ def test_where_a_tier_is_and_why_is_said_once(
         (note,) = notes
         assert f"there is no tier ({GONE}; what was read takes" in note
         assert "1,000 B are free" in note
+
+
+def test_memory_that_is_short_makes_the_tier_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, or when it has become too much for it: with a GPU, where RAM comes first."""
+    monkeypatch.setattr(Recall, "_places", ("ram", "file"))
+    session, free, said = recalling("auto"), [1000], list[str]()
+    session.recall = Recall(session.engine.kv, "auto", "same", lambda: free[0])
+    session.recall.say, session.recall.where = said.append, lambda: Place(tmp_path / "tier.kv")
+    session.attach(MILL)
+    say(session, "Who?")
+    assert said[0].startswith("tier: a file, ")
+    assert "1,000 B are free" in said[0]
+    session.reset()
+    free[0] = 1 << 30
+    session.attach(MILL)
+    say(session, "Who?")
+    assert said[1].startswith("tier: RAM, ")
+    free[0] = 0
+    session.attach(RIVER * 3)
+    say(session, "Why?")
+    assert (session.recall.place, modes(session)[-1]) == ("file", "recall")

@@ -36,7 +36,6 @@ from minikv.chat.report import TurnReport
 from minikv.chat.session import ChatSession
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved import database, transcript
-from minikv.cli.saved.identity import identity, model_identity
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import listing, newest
 from minikv.cli.saved.transcript import Saved, held, read, resumed
@@ -304,17 +303,6 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
     assert state(fresh) == before
     take_up(fresh, reread=True)  # which works with any model
     assert [turn.question for turn in fresh.turns] == ["Who owns\nthe mill?", "Why?"]
-
-
-def test_a_large_file_of_weights_is_told_apart_by_samples(tmp_path: Path) -> None:
-    weights = bytearray(20 << 20)
-    session = chat(facts=model(tmp_path, weights=bytes(weights)))
-    one = identity(session, model_identity(session))["weights"]
-    weights[10 << 20 : (10 << 20) + (1 << 19)] = b"\1" * (1 << 19)
-    model(tmp_path, weights=bytes(weights))
-    assert identity(session, model_identity(session))["weights"] != one
-    session.facts = Facts(model="bundled")
-    assert identity(session, model_identity(session))["weights"] not in ("", one)
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

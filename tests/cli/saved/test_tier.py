@@ -403,34 +403,6 @@ def test_a_directory_that_cannot_be_written(
         list(session.ask("Who?"))
 
 
-def test_memory_that_is_short_makes_the_tier_a_file(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At once, or when it has become too much for it: with a GPU, where RAM comes first."""
-    monkeypatch.setattr(Recall, "_places", ("ram", "file"))
-    keeper, session = start("auto")
-    free, said = [1000], []
-    session.recall = Recall(session.engine.kv, "auto", "same", lambda: free[0])
-    session.recall.say = said.append
-    keeper.attend(session)
-    session.attach(MILL)
-    say(session, "Who?")
-    assert said[0].startswith("tier: a file, ")
-    assert "1,000 B are free" in said[0]
-    session.reset()
-    free[0] = 1 << 30
-    session.attach(MILL)
-    say(session, "Who?")
-    assert said[1].startswith("tier: RAM, ")
-    free[0] = 0
-    session.attach(RIVER * 3)
-    say(session, "Why?")
-    assert session.recall.place == "file"
-    assert session.reports[-1].reuse == "recall"
-    keeper.save(session, "one")
-    assert (home / "one" / TIER).exists()
-
-
 # -- a chat that is not saved ---------------------------------------------------------------------
 
 
