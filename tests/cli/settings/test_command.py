@@ -178,7 +178,6 @@ def test_a_wrong_model_names_the_file_that_it_is_from(
         assert done.exit_code == 3
         assert f"error: {begin.format(file=short(file))}model 'nosuch' not found" in done.stderr
     # A saved chat says itself which model it is.
-    monkeypatch.setattr(minikv.cli.chat.ask, "header", lambda name: name)
     gone = partial(replace, model="gone")
     monkeypatch.setattr(minikv.cli.chat.ask, "resumed", lambda settings, *saved: gone(settings))
     assert "error: model 'gone' not found" in invoke("ask", "Who?", "-c").stderr
