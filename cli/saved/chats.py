@@ -16,7 +16,7 @@ from minikv.chat.report import amount, size, thought_for
 from minikv.checks import quoted
 from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere, check_name
-from minikv.cli.saved.listing import Entry, listing, taken, unknown
+from minikv.cli.saved.listing import Entry, listing, unknown
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal, window
 from minikv.cli.screen.text import clean, cut, grid
@@ -117,14 +117,15 @@ def remove(
         raise UsageError(
             "rm takes the names of chats, or --older", "minikv chats rm thesis, or --older 30d"
         )
+    entries = {entry.name: entry for entry in listing()}
     if older is None:
         names = list(dict.fromkeys(names or []))
     else:
         oldest = time.time() - read_age(older)
-        names = [entry.name for entry in listing() if entry.saved < oldest]
+        names = [name for name, entry in entries.items() if entry.saved < oldest]
     for name in names:
         check_name(name)
-        if not (chats_folder() / name).is_dir():  # a damaged one is removed, too
+        if name not in entries:
             raise unknown(name)
     with contextlib.ExitStack() as held:
         for name in names[:]:
@@ -136,7 +137,7 @@ def remove(
                     raise
                 terminal.note(f"{error}: it stays")
                 names.remove(name)
-        total = size(sum(map(taken, names)))
+        total = size(sum(entries[name].nbytes for name in names))
         what = f"chat {names[0]}" if len(names) == 1 else f"{len(names):,} chats"
         if not names or not terminal.confirmed(f"remove {what}, {total}?", yes=yes):
             terminal.say("nothing was removed")

@@ -45,7 +45,7 @@ class Entry:
 
     name: str
     saved: float
-    nbytes: int
+    nbytes: int = 0
     title: str = "(damaged: it cannot be read)"
     turns: int = 0
     documents: int = 0
@@ -68,20 +68,15 @@ def _entry(name: str) -> Entry | None:
         saved = (folder / (TRANSCRIPT if is_old(folder) else FILE)).stat().st_mtime
     except OSError:
         return None
-    found = Entry(name, saved, taken(name))
+    found = Entry(name, saved)
+    with contextlib.suppress(OSError):  # a file was removed meanwhile
+        found = replace(found, nbytes=sum(path.lstat().st_size for path in folder.rglob("*")))
     with contextlib.suppress(UsageError), reading(name) as rows:
         facts = facts_of(rows)
         title = " ".join(str(facts["title"])[:_TITLE].split())
         turns, documents = int(facts["turns"]), len(facts["documents"])
         return replace(found, title=title, turns=turns, documents=documents, damaged=False)
     return found
-
-
-def taken(name: str) -> int:
-    """Bytes of a chat's files."""
-    with contextlib.suppress(OSError):  # one was removed meanwhile
-        return sum(path.lstat().st_size for path in (chats_folder() / name).rglob("*"))
-    return 0
 
 
 def newest() -> str:

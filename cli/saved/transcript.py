@@ -248,9 +248,10 @@ def rows_of(
         "curve": [list(point) for point in session.curve],
         "run": _run(session),
     }
+    about = [{"name": one.name, "source": one.source and asdict(one.source)} for one in texts]
     return {
         "chat": [(json.dumps(facts), array.array("i", session.log.ids).tobytes())],
-        "document": [(_source(one), one.text) for one in texts],
+        "document": zip(map(json.dumps, about), (one.text for one in texts), strict=True),
         "turn": (_turn_row(turn, texts) for turn in turns[same:]),
         "cache": parts(cache),
     }
@@ -280,11 +281,6 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
         if type(error).__name__ != "PanicException":
             raise
         raise MemoryError from None
-
-
-def _source(document: Document) -> str:
-    source = asdict(document.source) if document.source else None
-    return json.dumps({"name": document.name, "source": source})
 
 
 def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
