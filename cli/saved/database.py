@@ -62,6 +62,8 @@ def new_folder(name: str) -> str:
 
 
 FILE = "chat.db"
+NEW = f"{FILE}.new"
+"""The file that takes its place when it is whole. Alone, it is of a first save that was killed."""
 REREAD = "--reread resumes the chat without it: the next question reads it again"
 DAMAGE = (
     ValueError,
@@ -202,7 +204,7 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
     """Put a new file with these rows in the place of a chat's file. If that fails, the old one is
     as it was. Waits for others that do so. Raises OSError, and what `rows` raise."""
     folder = chats_folder() / name
-    new = folder / f"{FILE}.new"
+    new = folder / NEW
     with contextlib.ExitStack() as stack:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, handle)

@@ -22,6 +22,7 @@ from minikv.cli.saved.database import (
     DAMAGE,
     FILE,
     LAST,
+    NEW,
     ChatFile,
     check_name,
     is_name,
@@ -31,6 +32,7 @@ from minikv.cli.saved.database import (
 from minikv.errors import UsageError
 
 TRANSCRIPT = "chat.jsonl"
+_FILES = (FILE, TRANSCRIPT, NEW)  # one of them is in every chat's folder
 _NAMED = 5  # chats that an error names
 _TITLE = 200  # characters that are shown
 
@@ -44,7 +46,7 @@ class Entry:
     question, cut; or that the chat is damaged, of which nothing else is known then."""
 
     name: str
-    saved: float
+    saved: float = 0.0
     nbytes: int = 0
     title: str = "(damaged: it cannot be read)"
     turns: int = 0
@@ -64,13 +66,13 @@ def listing() -> list[Entry]:
 
 def _entry(name: str) -> Entry | None:
     folder = chats_folder() / name
-    try:
-        saved = (folder / (TRANSCRIPT if is_old(folder) else FILE)).stat().st_mtime
-    except OSError:
+    files = [path for file in _FILES if os.path.lexists(path := folder / file)]
+    if not files:
         return None
-    found = Entry(name, saved)
-    with contextlib.suppress(OSError):  # a file was removed meanwhile
-        found = replace(found, nbytes=sum(path.lstat().st_size for path in folder.rglob("*")))
+    found = Entry(name)
+    with contextlib.suppress(OSError):  # one was removed meanwhile
+        sizes = [path.lstat().st_size for path in folder.rglob("*")]
+        found = Entry(name, files[0].stat().st_mtime, sum(sizes))
     with contextlib.suppress(UsageError), reading(name) as rows:
         facts = facts_of(rows)
         title = " ".join(str(facts["title"])[:_TITLE].split())
@@ -111,7 +113,7 @@ def damage(name: str, hint: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         folder = chats_folder() / name
-        if not any(os.path.lexists(folder / file) for file in (FILE, TRANSCRIPT)):
+        if not any(os.path.lexists(folder / file) for file in _FILES):
             raise unknown(name) from None
         raise UsageError(f"chat {name} cannot be read: {error.strerror}") from None
     except DAMAGE as error:

@@ -161,17 +161,20 @@ def test_names_lists_and_the_newest(home: Path) -> None:
     assert os.listdir(home) == ["second"]
     third.save(session, "third")
     os.utime(home / "second" / "chat.db", (2, 2))
-    for name, file in (("broken", "chat.db"), ("begun", "chat.db.new")):  # one was cut off
+    for name, file in (("broken", "chat.db"), ("begun", "chat.db.new")):  # killed as it began
         (home / name).mkdir()
         (home / name / file).write_text("{")
+        os.utime(home / name / file, (1, 1))
     (home / "stray").write_text("")
+    (home / "empty").mkdir()
     assert [(e.name, e.damaged) for e in listing()] == [
-        ("broken", True),
         ("third", False),
         ("second", False),
+        ("begun", True),
+        ("broken", True),
     ]
     assert newest() == "third"
-    assert (listing()[1].turns, listing()[1].title) == (2, "Who owns the mill?")
+    assert (listing()[0].turns, listing()[0].title) == (2, "Who owns the mill?")
     with pytest.raises(UsageError, match="there is a chat second already"):
         third.save(session, "second")
     assert third.name == "third"
@@ -180,10 +183,13 @@ def test_names_lists_and_the_newest(home: Path) -> None:
             third.save(session, name)
         with pytest.raises(UsageError, match="cannot be the name"):
             third.load(session, name)
-    for name in ("nope", "begun"):
+    for name in ("nope", "empty"):
         with pytest.raises(UsageError, match=f"no saved chat '{name}'") as error:
             third.load(session, name)
         assert "third" in error.value.hint
+    for name in ("broken", "begun"):
+        with pytest.raises(UsageError, match=f"chat {name} (is damaged|cannot be read): "):
+            third.load(session, name)
 
 
 def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
@@ -746,7 +752,7 @@ def test_every_system_call_may_be_the_last(
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert code in (0, 1, -signal.SIGKILL), at
         found = 0
-        if "one" in [entry.name for entry in listing()]:
+        if (one / "chat.db").exists() or (one / "chat.jsonl").exists():
             take_up(chat(), reread=True)
             found = len(read("one").turns)
             assert set(os.listdir(one)) <= {"chat.db", "chat.db-journal"}
