@@ -147,8 +147,11 @@ def explain(error: Exception, *, chat: bool = False) -> Failure:
     if _is_memory(error):
         return Failure(
             f"out of memory: {_line(error) or 'the system refused'}",
-            "nothing was added to the chat; try a shorter document, a smaller --budget or --dtype "
-            "bfloat16",
+            worded(
+                "nothing was added to the chat; try a shorter document, a smaller `budget` or "
+                '`dtype="bfloat16"`',
+                chat=chat,
+            ),
             4,
         )
     # Late: this package brings torch, which an error before the model is loaded does not need.
@@ -207,9 +210,9 @@ def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
         terminal.close()
 
 
-def show(terminal: Terminal, error: Exception, *, chat: bool = False) -> int:
-    """Print the failure and return its exit code. chat: as `worded`."""
-    failure = explain(error, chat=chat)
+def show(terminal: Terminal, error: Exception) -> int:
+    """Print the failure and return its exit code."""
+    failure = explain(error, chat=terminal.chat)
     terminal.fail(failure.message, failure.hint)
     return failure.code
 

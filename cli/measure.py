@@ -64,7 +64,8 @@ def choices(
 
 def lengths(text: str) -> tuple[int, ...]:
     """The numbers of tokens of --length, in the order given. Raises UsageError."""
-    found = tuple(dict.fromkeys(map(read_count, read_list(text, "--length"))))
+    flag = "--length"
+    found = tuple(dict.fromkeys(read_count(one, flag) for one in read_list(text, flag)))
     for number in found:
         if not 64 <= number <= 1_000_000:
             raise UsageError(f"--length must be 64 to 1,000,000, got {number:,}")

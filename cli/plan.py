@@ -79,7 +79,7 @@ def plan(
     given = Budget.size(memory) if memory else None
     if memory and given is None:
         raise UsageError(f"{quoted(memory)} is not a size", "for example --memory 24GiB")
-    count = read_count(tokens) if tokens else _LENGTHS[0]
+    count = read_count(tokens, "--tokens") if tokens else _LENGTHS[0]
     cases = [(name.strip(), settings.stride) for name in settings.policy.split(",") if name.strip()]
     for name, _ in cases:  # one that the user named is refused, not shown with its error
         replace(settings, policy=name).eviction()

@@ -20,12 +20,19 @@ def quoted(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+_NEAR = 0.65
+"""`difflib`'s likeness from which on one name can be a slip for another: "h20" has 0.67 of "h2o",
+"nonsense" 0.57 of "tokens"."""
+
+
 def guess(word: str, names: Iterable[str], most: int = 1) -> str:
-    """The beginning of a hint that asks for the most similar of these names; "" if none is."""
+    """The beginning of a hint that asks for the most similar of these names, whatever signs they
+    begin with; "" if none is."""
     import difflib  # needed after a slip only
 
-    near = difflib.get_close_matches(word, list(names), n=most, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}? " if near else ""
+    bare = {name.lstrip("/-"): name for name in names}
+    near = difflib.get_close_matches(word.lstrip("/-"), bare, n=most, cutoff=_NEAR)
+    return f"did you mean {' or '.join(bare[name] for name in near)}? " if near else ""
 
 
 def whole(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:

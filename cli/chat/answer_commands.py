@@ -13,7 +13,6 @@ from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import FRAME
 from minikv.cli.screen.terminal import Screen, Terminal
 from minikv.cli.screen.text import clipped, folded
-from minikv.cli.settings.values import worded
 from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -106,10 +105,10 @@ def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> b
     try:
         found = _written_again(session, terminal, interrupts, typed)
     except UsageError as error:
-        terminal.note(f"  {worded(str(error))}; --check is off from here on")
+        terminal.note(f"  {error}; --check is off from here on")
         return False
     except Interrupted as stopped:
-        terminal.note(f"  {worded(str(stopped))}")
+        terminal.note(f"  {stopped}")
         return True
     if found.differs or found.complete:
         terminal.note(f"  {session.report.against_full.words}" if session.report else "")

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import json
 import os
 import re
 import shlex
 import sys
+import termios
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 from minikv.chat.report import amount, percent_saved
+from minikv.checks import guess
 from minikv.cli.asked import Question
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of, warn_of_toy
@@ -48,30 +51,33 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
     words = [question, *files]
     if question == "-" or (not _named(question) and all(map(_named, files))):
         return question, list(files), ""
-    end = len(words)
-    if _named(question) or _path(question):
+    if _file(question):
         asked = [word for word in words if not _file(word)]
         named = [word for word in words if _file(word)]
     else:
+        end = len(words)
         while _file(words[end - 1]):
             end -= 1
         asked, named = words[:end], words[end:]
-    lead = next((n for n, word in enumerate(asked) if not _bare(word)), len(asked))
-    joined = lead == len(asked) >= _WORDS
     if not asked:
         raise UsageError(
             "there is no question: every word names a file",
             f"{_line('QUESTION', named)}; a question that is the name of a file goes through "
             "`minikv ask -`",
         )
-    if _named(question):
-        plain = len(asked) == 1 or (joined and words[: len(named)] == named)
-        plain = plain and all(map(_named, named))
+    unquoted = len(asked) >= _WORDS and not any(_file(word) or " " in word for word in asked)
+    if _file(question):
+        first = unquoted and words[: len(named)] == named
+        plain = (len(asked) == 1 or first) and all(map(_named, named))
     else:
-        plain = joined and bool(named) and all(_named(word) and _like(word) for word in named)
-        quoted = any(len(word.split()) > 1 for word in words)
-        first = lead < 2 or (lead < _WORDS and (quoted or len(words) == 2))
-        if not plain and not _path(question) and first:
+        plain = unquoted and bool(named) and all(_named(word) and _like(word) for word in named)
+        if len(asked) == 2 == len(words) and " " not in "".join(asked):
+            raise UsageError(
+                f"no such file: {clean(asked[1])}",
+                f"{guess(asked[1], os.listdir())}a question of two words is quoted: "
+                f"{_line(' '.join(asked), ())}",
+            )
+        if not plain and (" " in question or len(asked) == 1):
             return question, list(files), ""  # a file that is not there is said when it is read
     if not plain:
         raise UsageError(
@@ -95,16 +101,11 @@ def _named(word: str) -> bool:
 
 def _path(word: str) -> bool:
     """Whether a word that is not there looks like a path all the same."""
-    return not _named(word) and len(word.split()) == 1 and bool(_PATH.search(word))
+    return not (_named(word) or " " in word) and bool(not word or _PATH.search(word))
 
 
 def _file(word: str) -> bool:
     return _named(word) or _path(word)
-
-
-def _bare(word: str) -> bool:
-    """Whether it is one word of a question."""
-    return not _file(word) and len(word.split()) == 1
 
 
 def _like(word: str) -> bool:
@@ -114,8 +115,10 @@ def _like(word: str) -> bool:
 
 
 def _line(question: str, files: Sequence[str]) -> str:
-    words = [question if question == "QUESTION" else shlex.quote(clean(question))]
-    return f"minikv ask {' '.join([*words, *(shlex.quote(clean(file)) for file in files)])}"
+    """The line to type; FILE is in the place of files that were not named."""
+    asked = question if question == "QUESTION" else shlex.quote(clean(question))
+    named = [shlex.quote(clean(file)) for file in files] or ["FILE"]
+    return " ".join(["minikv ask", asked, *named])
 
 
 _ASKED = 60  # characters of the last question
@@ -174,6 +177,8 @@ def ask(
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
+        if not ({question, *files} & {"-"} or (texts and not files)) and unread(sys.stdin):
+            terminal.note("what is piped in was not read: `-` as a FILE reads it, too")
         if not (session.documents or session.pending):
             warn_of_toy(session, terminal, [question] if asked.question == "-" else [])
         answer = run_turn(session, question, generation, terminal, interrupts, show=not as_json)
@@ -252,6 +257,14 @@ def _inputs(
             "document goes through `minikv ask -`",
         )
     return question, [read_bytes(data, STDIN, errors)]
+
+
+def unread(stream: TextIO) -> bool:
+    """Whether something waits in a stream that is a pipe or a file."""
+    try:
+        return fcntl.ioctl(stream.fileno(), termios.FIONREAD, b"\0" * 4) != b"\0" * 4
+    except (OSError, ValueError):  # a device, or a stream in memory
+        return False
 
 
 def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:

@@ -32,7 +32,6 @@ from minikv.cli.screen import render
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.settings.config import Interface
 from minikv.cli.settings.flags import Call
-from minikv.cli.settings.values import worded
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings
@@ -143,6 +142,7 @@ def chat(
 def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> int:
     """The loop. Returns the exit code of the first failed line, 0 if none failed."""
     session, terminal, interrupts = context.session, context.terminal, context.interrupts
+    terminal.chat = True
     first_failure = 0
     asked = False  # whether the user was asked about reading so much again
     while True:
@@ -185,12 +185,12 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either
             except Interrupted as stopped:
-                terminal.say(worded(f"{stopped}; {stopped.hint}"))
+                terminal.say(f"{stopped}; {stopped.hint}")
             except Exception as error:
                 # The session is as it was, or has what was written; the chat continues.
                 if context.debug:
                     terminal.say("".join(traceback.format_exception(error)))
-                code = show(terminal, error, chat=True)
+                code = show(terminal, error)
                 if terminal.records and not command and session.report is report:
                     failed = {
                         "question": literal,

@@ -14,7 +14,7 @@ from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
 from minikv.cli.settings import values
 from minikv.cli.settings.config import SETTINGS
-from minikv.cli.settings.values import listed, read_pairs, text, worded
+from minikv.cli.settings.values import listed, read_pairs, text
 from minikv.errors import UsageError
 from minikv.settings import GONE
 
@@ -45,7 +45,7 @@ def _set(context: Context, arguments: list[str]) -> None:
 def _refused(name: str, key: str) -> UsageError:
     """The error for a setting that a chat cannot change."""
     if key in GONE:
-        return UsageError(f"{key} is gone: {worded(GONE[key], chat=True)}")
+        return UsageError(f"{key} is gone: {GONE[key]}")
     if key == "stats":
         return UsageError("stats is a flag of `minikv ask`", "/stats shows the figures here")
     if key in SETTINGS:
@@ -117,7 +117,7 @@ def _decode(context: Context, value: str) -> None:
     if now.stride:
         raise UsageError(
             "with --stride, one policy evicts while reading and while writing",
-            "/set policy changes it",
+            "/policy changes it",
         )
     chosen = EvictionConfig.read(now.policy, value, seed=session.seed)
     session.configure(replace(chosen, budget=now.budget, policy_options=now.policy_options))

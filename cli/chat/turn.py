@@ -15,7 +15,6 @@ from minikv.cli.documents.text import Text
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import Live, Loading, Thinking
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.settings.values import worded
 from minikv.loader import build
 from minikv.settings import Generation, Settings
 
@@ -55,7 +54,7 @@ def note_report(report: TurnReport, terminal: Terminal) -> None:
     """The short lines under an answer. On a terminal, a line that would wrap is written without
     what is wanted least."""
     screen = terminal.screen
-    for line in map(worded, report.lines()):
+    for line in map(terminal.words, report.lines()):
         short = line.replace(" tokens per head", "")
         bare = " · ".join(item for item in short.split(" · ") if not item.startswith(_SPARE))
         fit = [form for form in (line, short) if not screen.rows or len(form) + 2 <= screen.width]
@@ -76,10 +75,10 @@ def open_chat(
             session = build(settings, loading)
     finally:
         loading.finish()
-    session.words = worded
-    session.recall.say = lambda line: terminal.note(worded(line))
+    session.words = terminal.words
+    session.recall.say = terminal.note
     for note in session.facts.notes:
-        terminal.warn(worded(note))
+        terminal.warn(note)
     attach(session, texts, terminal)
     return session
 

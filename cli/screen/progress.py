@@ -17,7 +17,6 @@ from minikv.chat.report import amount, thought_for
 from minikv.chat.report import size as size_of
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import cells, clean, fitting, letters
-from minikv.cli.settings.values import worded
 from minikv.errors import Interrupted
 
 FRAME = 0.1
@@ -136,7 +135,7 @@ class Loading:
 
     def say(self, line: str) -> None:
         self._terminal.clear_status()
-        self._terminal.note(worded(line))
+        self._terminal.note(line)
 
     def kernels(self) -> None:
         """The kernels are about to be compiled. The progress of that is not known."""

@@ -62,7 +62,7 @@ class Terminal:
     only on a terminal. `plain`: no escape sequences. `ascii`: stderr can write only ASCII.
     `records`: stdout gets a JSON record per turn instead of the answer. `warned`: the warnings
     since the last record. `thoughts`: how those of a reasoning model are shown
-    (`minikv.cli.screen.progress`)."""
+    (`minikv.cli.screen.progress`). `chat`: messages name what to type in a chat, not flags."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
@@ -71,6 +71,7 @@ class Terminal:
         self.records = False
         self.warned: list[str] = []
         self.thoughts = "fold"
+        self.chat = False
         self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
@@ -168,11 +169,20 @@ class Terminal:
         self._write(self.out, (_folded(text, self.out) if fold else text) + "\n")
 
     def say(self, text: str, style: str = "") -> None:
-        """A line on stderr."""
+        """A line on stderr, which names remedies as `words` does."""
         self.clear_status()
         if self._answer is not None:
             self._answer.disturb()
-        self._write(self.err, self._styled(_folded(clean(text), self.err), style) + "\n")
+        text = _folded(clean(self.words(text)), self.err)
+        self._write(self.err, self._styled(text, style) + "\n")
+
+    def words(self, text: str) -> str:
+        """`text`, with remedies that it names in Python as they are typed here."""
+        if "`" not in text:
+            return text
+        from minikv.cli.settings.values import worded  # knows all settings
+
+        return worded(text, chat=self.chat)
 
     def note(self, text: str, style: str = "dim") -> None:
         """A line on stderr that --quiet silences."""
@@ -181,7 +191,7 @@ class Terminal:
 
     def warn(self, text: str) -> None:
         """A warning, one line. --quiet silences it, but not in the record of the turn."""
-        self.warned.append(text)
+        self.warned.append(self.words(text))
         self.note(f"! {text}", "warn")
 
     def fail(self, message: str, hint: str = "") -> None:

@@ -45,8 +45,8 @@ def read_pairs(pairs: list[str]) -> dict[str, object]:
     return options
 
 
-def read_count(text: str) -> int:
-    """ "100k", "32Ki", "1.5M" or "8192" as a number of tokens. Raises UsageError."""
+def read_count(text: str, flag: str) -> int:
+    """ "100k", "32Ki", "1.5M" or "8192" as the number of tokens of a flag. Raises UsageError."""
     found = re.fullmatch(r"([\d,_]{0,30}\d(?:\.\d{1,18})?)\s*([kKmM]i?)?", text.strip())
     if found:
         number = Fraction(found[1].replace(",", "").replace("_", ""))
@@ -55,7 +55,7 @@ def read_count(text: str) -> int:
             return int(number)
     raise UsageError(
         f"cannot read the number of tokens {quoted(text)}",
-        "for example --tokens 8192, 100k or 32Ki",
+        f"for example {flag} 8192, 100k or 32Ki",
     )
 
 
@@ -84,8 +84,8 @@ _SET = re.compile(r"chat\.(\w+) = (.+)")
 
 def worded(text: str, *, chat: bool = False) -> str:
     """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
-    /set reuse once. chat: what can change there is
-    changed there, so `budget` becomes /set budget. Other backquotes stay as they are."""
+    /set reuse once. chat: what can change there is changed there, so `budget` becomes /budget and
+    `top_k` /set top_k. Other backquotes stay as they are."""
     return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
 
 
@@ -102,7 +102,9 @@ def _setting(argument: str, chat: bool) -> str:
     name, _, value = argument.partition("=")
     if name not in SETTINGS:
         return ""
-    shown = f"/set {name}" if chat and SETTINGS[name].live else SETTINGS[name].flag
+    shown = SETTINGS[name].flag
+    if chat and SETTINGS[name].live:
+        shown = f"/{name}" if name in ("policy", "budget", "system") else f"/set {name}"
     return f"{shown} {'' if value == 'True' else _plain(value)}".rstrip()
 
 

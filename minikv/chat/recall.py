@@ -44,6 +44,9 @@ def somewhere() -> Place:
     return Place(folder / f"minikv-{os.getpid()}-{secrets.token_hex(4)}.kv")
 
 
+_STAYS = "for later questions, all that was read stays in"
+
+
 class Recall:
     """Manages the tier of a chat.
 
@@ -225,7 +228,7 @@ class Recall:
             self._take(None)
             over = f", as {because}" if because else ""
             saves = "; this saves time, not memory" if self._kv.device.type == "cpu" else ""
-            self._tell(f"tier: RAM, {size(self._bytes(tokens))}{over}{saves}")
+            self._tell(f"{_STAYS} RAM (the tier): {size(self._bytes(tokens))}{over}{saves}")
         return ""
 
     def _no_file(self, tokens: int, because: str) -> str:
@@ -246,7 +249,8 @@ class Recall:
             return self.broken
         self._take(rows, self.ids)
         over = f", as {because}" if because else ""
-        self._tell(f"tier: a file, {size(self._bytes(tokens))} for {amount(tokens, 'token')}{over}")
+        much = f"{size(self._bytes(tokens))} for {amount(tokens, 'token')}"
+        self._tell(f"{_STAYS} a file (the tier): {much}{over}")
         return ""
 
     def _made(

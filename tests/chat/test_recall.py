@@ -168,12 +168,12 @@ GONE = "tier.kv: No such file or directory"
 @pytest.mark.parametrize(
     ("kind", "free", "error", "place", "line"),
     [
-        ("ram", None, None, "ram", "tier: RAM, {size}; this saves time, not memory"),
-        ("auto", None, None, "file", "tier: a file, {size} for {tokens:,} tokens"),
-        ("auto", 1000, None, "file", "tier: a file, {size} for {tokens:,} tokens"),
-        ("auto", None, OSError(), "ram", f"tier: RAM, {{size}}, as {GONE}; this saves"),
-        ("auto", None, TierError("3 B"), "ram", "tier: RAM, {size}, as 3 B; this saves"),
-        ("auto", None, UsageError("full"), "ram", "tier: RAM, {size}, as full; this saves"),
+        ("ram", None, None, "ram", "RAM (the tier): {size}; this saves time, not memory"),
+        ("auto", None, None, "file", "a file (the tier): {size} for {tokens:,} tokens"),
+        ("auto", 1000, None, "file", "a file (the tier): {size} for {tokens:,} tokens"),
+        ("auto", None, OSError(), "ram", f"RAM (the tier): {{size}}, as {GONE}; this saves"),
+        ("auto", None, TierError("3 B"), "ram", "RAM (the tier): {size}, as 3 B; this saves"),
+        ("auto", None, UsageError("full"), "ram", "RAM (the tier): {size}, as full; this saves"),
         ("auto", 1000, OSError(), "", f"no tier: {GONE}; what was read takes "),
     ],
 )
@@ -203,7 +203,8 @@ def test_where_a_tier_is_and_why_is_said_once(
     assert report.kv_bytes.tier_here == session.recall.here
     tokens = first.tokens.prompt_new
     assert len(said) == 1
-    assert said[0].startswith(line.format(size=size(ROW * tokens), tokens=tokens))
+    shown = said[0].removeprefix("for later questions, all that was read stays in ")
+    assert shown.startswith(line.format(size=size(ROW * tokens), tokens=tokens))
     if place:
         kept = size(report.kv_bytes.held + report.kv_bytes.tier_here)
         assert report.lines()[1].startswith(

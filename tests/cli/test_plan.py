@@ -676,7 +676,7 @@ def test_numbers_of_tokens() -> None:
         " 7 ": 7,
         "128K": 128_000,
     }
-    assert {text: read_count(text) for text in numbers} == numbers
+    assert {text: read_count(text, "--tokens") for text in numbers} == numbers
 
 
 # -- where the configuration comes from -----------------------------------------------------

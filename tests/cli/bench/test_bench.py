@@ -218,6 +218,7 @@ def bench(*args: str) -> Any:
         ("decode -o depth=16", "has an option"),
         ("prefill --length 63", "--length must be 64 to"),
         ("prefill --length long", "number of tokens"),
+        ("decode --length 0", "for example --length 8192"),
         ("decode --budget many", "budget"),
         ("decode --repeat 0", "--repeat must be 1 to"),
         ("decode --steps -3", "--steps must be 0 to"),

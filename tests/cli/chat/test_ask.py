@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
-from typed import World, answer_of
+from typed import World, answer_of, said, screen
 from typer.testing import Result
 
 from minikv.cache.rules import Rules
+from minikv.cli.asked import Question
+from minikv.cli.chat.ask import ask
 from minikv.cli.failures import explain
+from minikv.cli.settings.config import Config, Interface
+from minikv.cli.settings.flags import Call
 from minikv.errors import ContextError, Interrupted, MemoryShortError, NumericsError, UsageError
 from minikv.models.errors import CorruptModel, ModelUnavailable
+from minikv.settings import Generation, Settings
 
 HERE = Path(__file__)
 TEXT = "The mill is run by Ada."
@@ -111,6 +117,35 @@ def test_what_is_no_question_about_a_text_is_a_usage_error(
     assert world.settings is None
 
 
+@pytest.mark.parametrize(
+    ("files", "piped", "told"),
+    [
+        ("FILE", b"text", True),
+        ("FILE", b"", False),
+        ("FILE", None, False),  # /dev/null
+        ("FILE -", b"text", False),
+        ("", b"text", False),
+    ],
+)
+def test_a_pipe_that_was_not_read_is_told(
+    world: World,
+    document: str,
+    monkeypatch: pytest.MonkeyPatch,
+    files: str,
+    piped: bytes | None,
+    told: bool,
+) -> None:
+    terminal, named = screen(), files.replace("FILE", document).split()
+    call, asked = Call(terminal, Config()), Question("Who?", named)
+    reader, writer = os.pipe()
+    os.write(writer, piped or b"")
+    os.close(writer)
+    with open(reader) as pipe, open(os.devnull) as null:
+        monkeypatch.setattr("sys.stdin", null if piped is None else pipe)
+        ask(asked, Settings(remember="off"), Generation(max_tokens=3), Interface(), call)
+    assert ("what is piped in was not read: `-` as a FILE reads it" in said(terminal)) == told
+
+
 def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -> None:
     for name, data in (("b.txt", b"two"), ("a.txt", b"one"), ("x.bin", bytes(range(256)))):
         (tmp_path / name).write_bytes(data)
@@ -157,14 +192,16 @@ def test_facts_go_to_stderr_and_quiet_leaves_them_out(
 
 def test_an_answer_that_repeats_itself_is_told_of_below_it(world: World, document: str) -> None:
     text = ("no, " * 40)[:150]
-    line = "! the answer repeats itself; --repeat-penalty 1.1 or --temperature 0.7 may help\n"
     world.writes(text)
 
     def run(*arguments: str) -> Result:
         return world.run(*arguments, input="Who?\n")
 
-    for arguments in (("ask", "Who?", document), ("chat", document, "--no-save")):
-        result = run(*arguments)
+    for arguments, words in (
+        (("ask", "Who?", document), "--repeat-penalty 1.1 or --temperature 0.7"),
+        (("chat", document, "--no-save"), "/set repeat_penalty 1.1 or /set temperature 0.7"),
+    ):
+        result, line = run(*arguments), f"! the answer repeats itself; {words} may help\n"
         assert result.exit_code == 0
         assert text in result.stdout
         assert result.output.index(line) > result.output.index(text) + len(text)

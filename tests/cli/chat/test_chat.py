@@ -232,6 +232,8 @@ def test_help_has_a_narrow_first_column(
         ("/settle", "unknown command /settle"),
         ("/hlep", "did you mean /help?"),
         ("/exitnow", "unknown command /exitnow"),
+        ("/nonsense", "unknown command /nonsense\n  /help lists the commands"),
+        ("/policy nonsense", "unknown policy 'nonsense'\n  /policy takes: full"),
         ("/exit now", "/exit takes nothing"),
         ("/add", "/add takes files"),
         ("/add /nonexistent", "no such file"),

@@ -32,7 +32,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "- -",
         "'What is it?' reprot.txt",  # reading it says that it is not there
         "'What is it?' reprot.txt notes.md",
-        "Who notes",
         "'' report.txt",
         "'a\0b' report.txt",
         "'Does **this** match [anything]?' report.txt",
@@ -81,7 +80,10 @@ def test_what_is_plain_is_understood_and_said(line: str, question: str, files: l
         ("report.txt who knows", "'who knows' report.txt"),
         ("report.txt 'Who is it' 'And why'", "'Who is it And why' report.txt"),
         ("report.txt what is notes.md then", "'what is then' report.txt notes.md"),
-        ("What is this about", "'What is this about'"),
+        ("hello there", "'hello there' FILE"),
+        ("Who notes", "'Who notes' FILE"),
+        ("What is this about", "'What is this about' FILE"),
+        ("What 'is it' report.txt", "'What is it' report.txt"),
         ("What is this about reprot.txt", "'What is this about' reprot.txt"),
         ("What is this about docs", "'What is this about' docs"),
         ("What is in docs about report.txt", "'What is in docs about' report.txt"),
@@ -98,7 +100,7 @@ def test_what_is_plain_is_understood_and_said(line: str, question: str, files: l
 def test_what_is_not_plain_is_refused_with_the_line_to_type(line: str, typed: str) -> None:
     first, *others = shlex.split(line)
     words = shlex.split(typed)
-    message = "there is no question" if "QUESTION" in words else "not plain which"
+    message = "there is no question" if "QUESTION" in words else "not plain which|no such file"
     with pytest.raises(UsageError, match=message) as caught:
         sorted_out(first, others)
     assert f"minikv ask {typed}" in caught.value.hint

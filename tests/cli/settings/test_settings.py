@@ -224,7 +224,7 @@ def test_what_is_gone_is_refused_with_what_to_use(
     assert str(caught.value) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
     acts = {
         f"`{key}` is gone: {GONE[key]}": lambda: minikv.load(**{key: 1}),
-        f"{key} is gone: {worded(GONE[key], chat=True)}": lambda: do(context, "set", key, "1"),
+        f"{key} is gone: {GONE[key]}": lambda: do(context, "set", key, "1"),
     }
     for line, act in acts.items():
         with pytest.raises(UsageError) as caught:

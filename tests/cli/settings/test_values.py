@@ -192,5 +192,5 @@ def test_errors_and_hints_are_reworded() -> None:
     made = explain(error, chat=True)
     assert (made.message, made.hint) == (
         "/set top_p is wrong",
-        "use --device cpu; /set policy takes: h2o",
+        "use --device cpu; /policy takes: h2o",
     )
