@@ -11,8 +11,8 @@ from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import continue_turn, note_report
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import FRAME
-from minikv.cli.screen.terminal import Screen, Terminal
-from minikv.cli.screen.text import clipped, folded
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clipped
 from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
         return
     found = _written_again(session, terminal, context.interrupts)
     if found.differs or found.complete:
-        terminal.page(shown(session.turns[-1].answer, found, terminal.screen))
+        terminal.say(shown(session.turns[-1].answer, found))
     if not found.complete:
         raise Interrupted(
             f"stopped verifying after {amount(len(found.tokens), 'token')}", "the chat is as it was"
@@ -105,10 +105,10 @@ def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> b
     try:
         found = _written_again(session, terminal, interrupts, typed)
     except UsageError as error:
-        terminal.note(f"  {error}; --check is off from here on")
+        terminal.note(f"  {terminal.words(str(error))}; answers are not checked from here on")
         return False
     except Interrupted as stopped:
-        terminal.note(f"  {stopped}")
+        terminal.note(f"  {terminal.words(str(stopped))}")
         return True
     if found.differs or found.complete:
         terminal.note(f"  {session.report.against_full.words}" if session.report else "")
@@ -145,33 +145,29 @@ def _written_again(
     return found
 
 
-def shown(answer: str, found: Verification, screen: Screen) -> list[str]:
-    """The lines of /verify: that the answers are the same, or both and where they first differ."""
+def shown(answer: str, found: Verification) -> str:
+    """What /verify says: that the answers are the same, or both and where they first differ."""
     took = f"{found.seconds:.1f} s"
     if not found.differs:
-        said = (
+        return (
             f"the same: {'all ' if found.same > 1 else ''}{amount(found.same, 'token')}, each "
             f"written from all that was read ({took})"
         )
-        return folded(said, screen.width, "  ", screen.encoding)
     lines = []
     for name, text in (("the answer", answer), ("from all that was read", found.text)):
-        lines.append(f"{name}:")
-        wide = max(20, screen.width - 2)
-        rows = folded(text.strip() or "(empty)", wide, "", screen.encoding)
-        lines += [f"  {row}".rstrip() for row in rows]
-    said = (
-        f"the same: {amount(found.same, 'token')}; then the answer has "
-        f"{_quoted(found.was, screen)}, and "
-        f"from all that was read it is {_quoted(found.now, screen)} ({took})"
+        rows = (text.strip() or "(empty)").split("\n")
+        lines += [f"{name}:", *(f"    {row}".rstrip() for row in rows)]
+    lines.append(
+        f"the same: {amount(found.same, 'token')}; then the answer has {_quoted(found.was)}, and "
+        f"from all that was read it is {_quoted(found.now)} ({took})"
     )
-    return [*lines, *folded(said, screen.width, "  ", screen.encoding)]
+    return "\n".join(lines)
 
 
-def _quoted(token: str | None, screen: Screen) -> str:
+def _quoted(token: str | None) -> str:
     if token is None:
         return "its end"
-    seen = clipped(token, _TOKEN, screen.encoding)
+    seen = clipped(token, _TOKEN)
     return f'"{seen}"' if seen else ascii(token)
 
 

@@ -185,7 +185,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either
             except Interrupted as stopped:
-                terminal.say(f"{stopped}; {stopped.hint}")
+                terminal.say(terminal.words(f"{stopped}; {stopped.hint}"))
             except Exception as error:
                 # The session is as it was, or has what was written; the chat continues.
                 if context.debug:

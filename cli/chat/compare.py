@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import TurnReport, amount, ratio
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import FRAME, Live
-from minikv.cli.screen.terminal import Screen, Terminal
-from minikv.cli.screen.text import clipped, folded, shown
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.text import clipped, folded, padded
 from minikv.cli.settings import values
 from minikv.cli.settings.config import SETTINGS
 from minikv.errors import Interrupted, UsageError
@@ -97,7 +98,8 @@ def _compare(context: Context, arguments: list[str]) -> None:
         if len(runs) > 1:  # also after Ctrl-C
             session.baseline_tok_s = runs[0].speed  # for the records of later turns
             runs = [*runs[1:], runs[0]]
-            terminal.page(table(question, len(session.turns) - 1, runs, terminal.screen))
+            width = terminal.screen.width
+            terminal.say(table(question, len(session.turns) - 1, runs, width))
 
 
 def _live(terminal: Terminal, name: str) -> Show:
@@ -288,46 +290,38 @@ def _rate(value: float | None) -> str:
     return "not measured" if value is None else f"{value:,.1f} tok/s"
 
 
-def table(question: str, before: int, runs: Sequence[Run], screen: Screen) -> list[str]:
+def table(question: str, before: int, runs: Sequence[Run], width: int) -> str:
     """The runs side by side, or one below the other on a narrow screen; the full cache is last.
 
     Says what was run, and what was left out of it: the `before` questions before this one.
     """
     rows = [facts(one, runs[-1]) for one in runs]
-    lines = [f"question: {clipped(question, screen.width - 11, screen.encoding)}"]
-    width = (screen.width - _LABEL - 1) // len(runs)
-    if screen.width >= NARROWEST and width >= _COLUMN:
+    lines = [f"question: {clipped(question, width - 11)}"]
+    column = (width - _LABEL - 1) // len(runs)
+    if width >= NARROWEST and column >= _COLUMN:
         cells = [("", *(one.label for one in runs))]
         cells += [(name, *(row[name] for row in rows)) for name in rows[0]]
-        lines += _set(cells, width, screen)
+        lines += _set(cells, column)
     else:
         for one, row in zip(runs, rows, strict=True):
-            table = _set([*row.items()], screen.width - _LABEL - 3, screen)
-            lines += [one.label, *(f"  {line}" for line in table)]
-    notes = [
+            below = _set([*row.items()], width - _LABEL - 3)
+            lines += [one.label, *(f"  {line}" for line in below)]
+    lines.append(
         "each run is a fresh conversation: the chat's documents and this question, greedy; the "
         "chat itself is as it was"
-    ]
+    )
     if before:
         several = f"the {before:,} questions before it and their answers"
         left = "the question before it and its answer" if before == 1 else several
-        notes.append(f"{left} are in none of the runs")
-    return lines + [line for note in notes for line in folded(note, screen.width, "  ")]
+        lines.append(f"{left} are in none of the runs")
+    return "\n".join(lines)
 
 
-def _set(rows: Sequence[Sequence[str]], width: int, screen: Screen) -> list[str]:
+def _set(rows: Sequence[Sequence[str]], width: int) -> list[str]:
     """Rows of cells as lines: a name, and columns of this width with two blanks at their ends."""
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=0)
-    for size in (_LABEL + 1, *[width] * (len(rows[0]) - 1)):
-        table.add_column(width=size, overflow="fold")
-    for name, *cells in rows:
-        texts = (Text(shown(cell, screen.encoding)) for cell in cells)
-        table.add_row(name, *(Padding(text, (0, 2, 0, 0)) for text in texts))
-    console = Console(width=screen.width, color_system=None)
-    lines = console.render_lines(table)
-    return ["".join(segment.text for segment in line).rstrip() for line in lines]
+    wide = (_LABEL + 1, *[width] * (len(rows[0]) - 1))
+    return [
+        "".join(map(padded, line, wide)).rstrip()
+        for name, *cells in rows
+        for line in zip_longest([name], *(folded(cell, width - 2) for cell in cells), fillvalue="")
+    ]

@@ -16,7 +16,7 @@ from minikv.cli.chat import kept
 from minikv.cli.chat.kept import Kept
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.render import along, level, percent, strip
-from minikv.cli.screen.terminal import Screen
+from minikv.cli.screen.terminal import BLOCKS, Screen
 from minikv.cli.screen.text import broken, cells, clipped, folded, shown
 from minikv.errors import UsageError
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 PAGE = 40
-"""Lines of text on a page, if it need not fit a screen."""
+"""Lines of text that /kept shows, if they need not fit a screen."""
 LEAST = 5
-"""Lines of text on a page of the smallest screen."""
-_BELOW = 3  # rows of the screen below a page: an empty one, the prompt and the toolbar
+"""Lines of text on the smallest screen."""
+_BELOW = 3  # rows of the screen below the text: an empty one, the prompt and the toolbar
 PASSAGE, PASSAGES = 12, 10
 """Tokens of a passage of `/kept top`, and how many it shows."""
-LISTED = 20
-"""The most occurrences that `/kept find` lists."""
+LISTED = 8
+"""The most occurrences that `/kept find` lists: they fit on a screen."""
 LIKELY_LOST = 0.1
 """A phrase is likely lost if a smaller share of the heads holds all of it."""
 # Background and foreground of the 256-colour table, from no head to all heads. The scale is that
@@ -49,7 +49,7 @@ SHADES = (
     (148, 16),
     (227, 16),
 )
-_USAGE = '/kept [PAGE | all], /kept top, /kept find "TEXT"'
+_USAGE = '/kept, /kept all, /kept top, /kept find "TEXT"'
 _NAME = 24  # cells of a document's name
 _GUTTER = 7  # a block, a percentage and the spaces around them
 
@@ -59,30 +59,27 @@ _GUTTER = 7  # a block, a percentage and the spaces around them
 
 def _kept(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
-    screen = terminal.screen
     if not session.fed:
         terminal.say("no turn yet: nothing has been read")
         return
-    facts = kept.read(session)
-    match arguments or ["1"]:
+    facts, width = kept.read(session), terminal.screen.width
+    match arguments:
         case ["top"]:
-            lines = top(facts, screen)
+            terminal.say(top(facts, width))
         case ["find", text] if text.strip():
             recalls = session.reuse in ("auto", "recall") and bool(session.recall.place)
-            lines = find(facts, text.strip(), screen, recalls=recalls)
-        case ["all"]:
-            lines = page(facts, None, screen, summary(session, facts, screen))
-        case [number] if re.fullmatch("[0-9]{1,9}", number):
-            lines = page(facts, int(number), screen, summary(session, facts, screen))
+            terminal.say(find(facts, text.strip(), width, recalls=recalls))
+        case [] | ["all"]:
+            first = terminal.set(summary(session, facts, width)).split("\n")
+            terminal.page(page(facts, terminal.screen, first, whole=bool(arguments)))
         case _:
             raise UsageError(f"/kept does not take {' '.join(arguments)!r}", _USAGE)
-    terminal.page(lines)
 
 
 COMMANDS = (
     Command(
         ("kept",),
-        '[PAGE | all | top | find "TEXT"]',
+        '[all | top | find "TEXT"]',
         "the text shaded by how many heads still hold it; its best-kept passages; a phrase",
         _kept,
         follows=("all", "find", "top"),
@@ -93,7 +90,7 @@ COMMANDS = (
 # -- the summary and the pages ----------------------------------------------------------------
 
 
-def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
+def summary(session: ChatSession, facts: Kept, width: int) -> str:
     """How much was kept, and a strip of where it was kept."""
     layers, heads, tokens = facts.held.shape
     rows = facts.rows()
@@ -110,18 +107,15 @@ def summary(session: ChatSession, facts: Kept, screen: Screen) -> list[str]:
             f"{len(windows)} of {layers} layers see the last {max(windows):,} tokens at the most, "
             "whatever the policy"
         )
-    wrapped = [line for text in lines for line in folded(text, screen.width, "  ")]
-    strips = along(facts, screen.width, screen.signs, screen.encoding)
-    return [*wrapped, *strips.split("\n"), ""]
+    return "\n".join([*lines, along(facts, width), ""])
 
 
-def page(facts: Kept, number: int | None, screen: Screen, first: Sequence[str] = ()) -> list[str]:
-    """Page `number` of the shaded text, or all of it (None), with the lines `first` above the first
-    page. A page fits on the screen, unless that has room for fewer than `LEAST` lines of text.
-    Raises UsageError if there is no such page."""
+def page(facts: Kept, screen: Screen, first: Sequence[str] = (), *, whole: bool) -> list[str]:
+    """The shaded text with the lines `first` above it; unless `whole`, as much as fits on the
+    screen, and at least `LEAST` lines of text."""
     spans = facts.spans
     share = facts.share()[list(spans.token)].tolist()
-    rows = broken(spans.text, max(screen.width - _GUTTER - 1, 12), screen.encoding)
+    rows = broken(spans.text, max(screen.width - _GUTTER - 1, 12))
     # Blank lines between messages and paragraphs stay, those at the end do not.
     while rows and not spans.text[slice(*rows[-1])].strip():
         rows.pop()
@@ -129,60 +123,34 @@ def page(facts: Kept, number: int | None, screen: Screen, first: Sequence[str] =
     pieces = [spans.overlap(begin, end) for begin, end in rows]
     means = [(sums[p.stop] - sums[p.start]) / len(p) if p else None for p in pieces]
     largest = max((mean for mean in means if mean is not None), default=0.0)
-    above = _scale(largest, screen)
-    below = folded(
-        f"/kept {(number or 0) + 1} shows the next page, /kept all everything", screen.width, "  "
-    )
-    size, least = PAGE, PAGE
-    if screen.rows:
-        size = max(LEAST, screen.rows - _BELOW - 1 - len(above) - len(below))
-        least = max(LEAST, size - len(first))
-    starts = [0, *range(least, len(rows), size)]
-    if number is not None and not 1 <= number <= len(starts):
-        raise UsageError(f"/kept has no page {number:,}: 1 to {len(starts):,}", _USAGE)
-    begin, end = 0, len(rows)
-    if number is not None:
-        begin, end = [*starts, end][number - 1 : number + 1]
-    lines = list(first) if number in (1, None) else []
-    if rows:
-        lines.append(_title(facts, rows[begin:end], number, len(starts), screen))
-    lines += above
-    for span, mean in zip(rows[begin:end], means[begin:end], strict=True):
-        line = _gutter(mean, largest, screen) + _shaded(facts, span, share, screen)
-        lines.append(line.rstrip())
-    return lines + (below if number is not None and number < len(starts) else [])
-
-
-def _title(
-    facts: Kept, rows: Sequence[tuple[int, int]], number: int | None, pages: int, screen: Screen
-) -> str:
-    """Which page this is, and which tokens and documents are on it."""
-    pieces = facts.spans.overlap(rows[0][0], rows[-1][1])
-    first, last = facts.spans.token[pieces[0]], facts.spans.token[pieces[-1]]
-    names = [part.name for part in facts.parts if part.first <= last and first < part.last]
-    parts = [f"tokens {first:,} to {last:,}"]
-    if number is not None and pages > 1:
-        parts.insert(0, f"page {number:,} of {pages:,}")
-    parts += [clipped(name, _NAME, screen.encoding) for name in names]
-    return clipped((" · " if screen.blocks else " - ").join(parts), screen.width, screen.encoding)
+    above = [*first, *_scale(largest, screen)]
+    room = len(rows) if whole else PAGE
+    if screen.rows and not whole:
+        room = max(LEAST, screen.rows - _BELOW - len(above) - 1)
+    lines = [
+        (_gutter(mean, largest) + _shaded(facts, span, share, screen)).rstrip()
+        for span, mean in zip(rows[:room], means, strict=False)
+    ]
+    more = [f"/kept all shows the other {len(rows) - room:,} lines, too"] * (len(rows) > room)
+    return [*above, *lines, *more]
 
 
 def _scale(largest: float, screen: Screen) -> list[str]:
     """What the block and the percentage of a line mean, and the colours."""
     meaning = "share of the heads that hold a token, mean of the line"
     if largest:
-        meaning += f"; {screen.signs[-1]} is {percent(largest)}, the most on a line"
-    lines = folded(meaning, screen.width, "  ", screen.encoding)
+        meaning += f"; {BLOCKS[-1]} is {percent(largest)}, the most on a line"
+    lines = folded(meaning, screen.width, "  ")
     if screen.colour:
         shades = "".join(_paint("  ", shade) for shade in range(len(SHADES)))
         lines.append(f"no head {shades} all heads")
     return lines
 
 
-def _gutter(mean: float | None, largest: float, screen: Screen) -> str:
+def _gutter(mean: float | None, largest: float) -> str:
     if mean is None:
         return " " * _GUTTER
-    sign = strip([mean], largest, screen.signs)[1:-1]
+    sign = strip([mean], largest)[1:-1]
     return f"{sign} {percent(mean):>4} "
 
 
@@ -191,7 +159,7 @@ def _shaded(facts: Kept, span: tuple[int, int], share: Sequence[float], screen: 
     begin, end = span
     text = facts.spans.text[begin:end]
     if not screen.colour:
-        return shown(text, screen.encoding)
+        return shown(text)
     spans, at, end = facts.spans, begin, begin + len(text.rstrip())
     pieces: list[tuple[int, str]] = []  # shade and text
     for k in spans.overlap(begin, end):
@@ -200,7 +168,7 @@ def _shaded(facts: Kept, span: tuple[int, int], share: Sequence[float], screen: 
             pieces.append((level(share[k], len(SHADES) - 1), spans.text[at:last]))
             at = last
     return "".join(
-        _paint(shown("".join(text for _, text in run), screen.encoding), shade)
+        _paint(shown("".join(text for _, text in run)), shade)
         for shade, run in groupby(pieces, key=lambda piece: piece[0])
     )
 
@@ -249,26 +217,27 @@ def passages(facts: Kept, count: int = PASSAGES) -> list[Passage]:
     return chosen
 
 
-def top(facts: Kept, screen: Screen) -> list[str]:
+def top(facts: Kept, width: int) -> str:
     """The best-kept passages: share, position and text."""
     spans, found = facts.spans, passages(facts)
     where = "the documents" if facts.parts else "the chat"
     if bool(facts.held.all()):
-        return folded("every head holds every token: nothing is evicted", screen.width, "  ")
+        return "every head holds every token: nothing is evicted"
     if not found:
-        return folded(f"no head holds anything of {where}", screen.width, "  ")
-    said = f"best-kept passages of {where}: {PASSAGE} tokens each, share of the heads that hold "
-    lines = folded(f"{said}them on average", screen.width, "  ")
+        return f"no head holds anything of {where}"
+    lines = [
+        f"best-kept passages of {where}: {PASSAGE} tokens each, share of the heads that hold them "
+        "on average"
+    ]
     digits = len(f"{len(facts.held[0, 0]):,}")
     for run in found:
-        label = _gutter(run.share, found[0].share, screen)
-        label += f"tok {spans.token[run.first]:>{digits},}  "
+        label = f"{_gutter(run.share, found[0].share)}tok {spans.token[run.first]:>{digits},}  "
         place = spans.start[run.first], spans.end[run.last - 1]
-        lines.append(label + _quote(facts, place, screen.width - len(label), screen))
-    return lines
+        lines.append(label + _quote(facts, place, width - len(label)))
+    return "\n".join(lines)
 
 
-def find(facts: Kept, text: str, screen: Screen, *, recalls: bool = False) -> list[str]:
+def find(facts: Kept, text: str, width: int, *, recalls: bool = False) -> str:
     """Where a phrase occurs, how many heads hold each occurrence, and whether it is likely lost.
     recalls: the next question is answered from all that was read."""
     spans = facts.spans
@@ -276,11 +245,8 @@ def find(facts: Kept, text: str, screen: Screen, *, recalls: bool = False) -> li
     pattern = r"\s+".join(re.escape(word) for word in text.split())
     places = [m.span() for m in re.finditer(pattern, spans.text, re.IGNORECASE)]
     if not places:
-        missing = f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
-        return folded(missing, screen.width, "  ", screen.encoding)
-    room = screen.rows - _BELOW - 4  # for the lines about further places and the verdict
+        return f"no {text!r} among the {len(facts.held[0, 0]):,} tokens fed so far"
     lines: list[str] = []
-    listed = 0
     found: list[tuple[bool, float, float]] = []  # in a document, held whole, held in part
     for place in places:
         tokens = [spans.token[k] for k in spans.overlap(*place)]
@@ -289,22 +255,17 @@ def find(facts: Kept, text: str, screen: Screen, *, recalls: bool = False) -> li
         whole, some = int((counts == len(tokens)).sum()), int((counts > 0).sum())
         name = next((p.name for p in facts.parts if p.first <= first < p.last), "")
         found.append((bool(name), whole / facts.slots, some / facts.slots))
-        if len(found) > listed + 1:
-            continue  # the screen is full
+        if len(found) > LISTED:
+            continue
         heads = f"tok {first:,}" + (f" to {last:,}" if last > first else "")
-        heads += f"  {clipped(name or 'chat', _NAME, screen.encoding)}  "
+        heads += f"  {clipped(name or 'chat', _NAME)}  "
         heads += f"whole in {whole:,} of {facts.slots:,} heads ({percent(found[-1][1])})"
         if some > whole and len(tokens) > 1:
             heads += f", in part in {some - whole:,} more"
-        entry = folded(heads, screen.width, "  ", screen.encoding)
-        entry.append(f"  {_quote(facts, place, screen.width - 2, screen)}")
-        fits = not screen.rows or len(lines) + len(entry) <= room
-        if not listed or (listed < LISTED and fits):
-            lines += entry
-            listed += 1
-    if more := len(places) - listed:
+        lines += [heads, f"  {_quote(facts, place, width - 2)}"]
+    if (more := len(places) - LISTED) > 0:
         lines.append(f"and {more:,} more place{'s' * (more > 1)}")
-    return [*lines, *folded(_verdict(found, recalls), screen.width, "  ")]
+    return "\n".join([*lines, _verdict(found, recalls)])
 
 
 def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
@@ -325,22 +286,22 @@ def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
     return f"still there: {percent(whole)} of the heads hold it whole"
 
 
-def _quote(facts: Kept, place: tuple[int, int], room: int, screen: Screen) -> str:
+def _quote(facts: Kept, place: tuple[int, int], room: int) -> str:
     """The text at a place, with whole words of the text around it, in `room` columns."""
-    text, (begin, end), encoding = facts.spans.text, place, screen.encoding
+    text, (begin, end) = facts.spans.text, place
     middle = re.sub(r"\s", " ", text[begin:end])
-    spare = (room - cells(shown(middle, encoding))) // 2 - len(screen.dots)
-    left = _words(text[max(0, begin - room) : begin][::-1], spare, encoding)[::-1]
-    right = _words(text[end : end + room], spare, encoding)
-    quote = shown(" ".join(f"{left}{middle}{right}".split()), encoding)
-    quote = screen.dots * (begin > len(left)) + quote
-    quote += screen.dots * (end + len(right) < len(text))
+    spare = (room - cells(shown(middle))) // 2 - 1
+    left = _words(text[max(0, begin - room) : begin][::-1], spare)[::-1]
+    right = _words(text[end : end + room], spare)
+    quote = shown(" ".join(f"{left}{middle}{right}".split()))
+    quote = "…" * (begin > len(left)) + quote
+    quote += "…" * (end + len(right) < len(text))
     if len(broken(quote, room)) > 1:
-        quote = quote[: broken(quote, room - len(screen.dots))[0][1]].rstrip() + screen.dots
+        quote = quote[: broken(quote, room - 1)[0][1]].rstrip() + "…"
     return quote
 
 
-def _words(text: str, room: int, encoding: str) -> str:
+def _words(text: str, room: int) -> str:
     """As many whole words from the beginning of `text` as fit; if no word fits, characters."""
     text = re.sub(r"\s", " ", text)
-    return text[slice(*broken(text, room, encoding)[0])] if room > 0 else ""
+    return text[slice(*broken(text, room)[0])] if room > 0 else ""

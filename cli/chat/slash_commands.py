@@ -146,7 +146,7 @@ def _stats(context: Context, arguments: list[str]) -> None:
     from minikv.cli.screen.render import strips
 
     screen = terminal.screen
-    drawn = strips(context.session, screen.width, screen.signs)
+    drawn = strips(context.session, screen.width)
     terminal.say(f"{render.stats(report)}\n\n{drawn}".rstrip())
 
 

@@ -76,7 +76,7 @@ def open_chat(
     finally:
         loading.finish()
     session.words = terminal.words
-    session.recall.say = terminal.note
+    session.recall.say = lambda line: terminal.note(terminal.words(line))
     for note in session.facts.notes:
         terminal.warn(note)
     attach(session, texts, terminal)

@@ -115,7 +115,7 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
     toolbar = help.toolbar
     output = create_output(stdout=terminal.err)
     session: PromptSession[str] = PromptSession(
-        "> " if terminal.ascii else "› ",
+        terminal.writable("› "),
         output=output,
         history=HistoryFile(history) if history else InMemoryHistory(),
         completer=Commands(help),

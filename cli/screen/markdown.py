@@ -31,7 +31,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from minikv.cli.screen.text import broken, most_cells, units
+from minikv.cli.screen.text import broken, cells, units
 
 if TYPE_CHECKING:
     from minikv.cli.screen.code import Code
@@ -53,9 +53,9 @@ class Answer:
     current line or table stays as it is.
     """
 
-    def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool, ascii: bool) -> None:
+    def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool) -> None:
         self._size = size
-        self._formatter = _Formatter(colour=colour, ascii=ascii)
+        self._formatter = _Formatter(colour=colour)
         self._window = size()
         self._rows = Rows(self._window[0] - 1)  # of what can be erased: the line, or the table
         self._line = ""  # the current line
@@ -154,7 +154,7 @@ class Answer:
             self._fence, self._code = "", None
             return self._again(f"\x1b[2m{line}\x1b[0m")
         found = self._code.line(line) if self._code is not None and line else None
-        if found is None or most_cells(found.plain) > self._rows.width:
+        if found is None or cells(found.plain) > self._rows.width:
             return "\n"
         return self._again(self._formatter.styled(found))
 
@@ -205,21 +205,21 @@ class Rows:
     def _more(self, text: str) -> str:
         self._row += text
         out = ""
-        while most_cells(self._row.rstrip(" ")) > self.width:
+        while cells(self._row.rstrip(" ")) > self.width:
             end = broken(self._row, self.width, whole=True)[0][1]
             if self._shown <= end < len(self._row):
                 line = self._row[:end].rstrip(" ")
-                self.known = self.known and most_cells(line) <= self.width
+                self.known = self.known and cells(line) <= self.width
                 out += line[self._shown :] + "\n"
                 self.count += 1
                 self._row, self._shown = self._row[end:], 0
             else:  # a word that is wider than a row, or was begun far from the margin
                 self.known = False
                 out += self._row[self._shown :]
-                self._row = " " * (most_cells(self._row) % (self.width + 1))
+                self._row = " " * (cells(self._row) % (self.width + 1))
                 self._shown = len(self._row)
         safe = len(self._row)
-        if self._row and self.width - most_cells(self._row) < _NEAR:
+        if self._row and self.width - cells(self._row) < _NEAR:
             # Near the margin the last word waits, which may not fit, and so do the blanks before.
             *_, last = units(self._row)
             safe = len(self._row[: len(self._row) - len(last)].rstrip(" "))
@@ -234,14 +234,12 @@ class Rows:
 class _Formatter:
     """Turns Markdown into text with styles, if that can show all its words; else into None."""
 
-    def __init__(self, *, colour: bool, ascii: bool) -> None:
+    def __init__(self, *, colour: bool) -> None:
         self._parser = MarkdownIt("commonmark", {"html": False})
         self._parser.enable(["table", "strikethrough"])
         self._parser.core.ruler.disable(["text_join"])  # it does not keep which signs had a \
         self._console = Console(width=80)  # rich asks one for its defaults; nothing is printed
         self._colour = colour
-        self._bullet, self._bar, self._dash = ("*", "|", "-") if ascii else ("•", "│", "─")
-        self._box = box.ASCII2 if ascii else box.SQUARE
 
     def code(self, language: str) -> Code | None:
         """The colours of a block of code, if this terminal has any and they are known."""
@@ -261,15 +259,15 @@ class _Formatter:
         indent = " " * (len(source) - len(source.lstrip(" \t")))
         style, first, later = _NONE, "", ""
         if _RULE.match(body):
-            return f"{indent}{_DIM.render(self._dash * (width - len(indent)))}"
+            return f"{indent}{_DIM.render('─' * (width - len(indent)))}"
         if heading := _HEADING.match(body):
             body = body[heading.end() :].rstrip("# \t")
             style = _TITLE if len(heading[1]) <= 2 else _BOLD
         elif item := _ITEM.match(body):
-            first = f"{self._bullet if item[1] in '-*+' else item[1]} "
+            first = f"{'•' if item[1] in '-*+' else item[1]} "
             body, later = body[item.end() :], " " * len(first)
         elif body.startswith(">"):
-            first = later = f"{self._bar} "
+            first = later = "│ "
             body = body.removeprefix(">").removeprefix(" ")
         elif _PROSE.fullmatch(body):
             return None  # nothing would change
@@ -340,10 +338,10 @@ class _Formatter:
             [word for cell in column for word in cell.plain.split()]
             for column in zip(*rows, strict=True)
         ]
-        longest = [max(map(most_cells, column), default=1) for column in words]
+        longest = [max(map(cells, column), default=1) for column in words]
         if not rows or sum(longest) + 3 * len(longest) + 1 > width:
             return None
-        table = Table(box=self._box, border_style=_DIM, header_style=_NONE)
+        table = Table(box=box.SQUARE, border_style=_DIM, header_style=_NONE)
         for head, least in zip(rows[0], longest, strict=True):
             table.add_column(head, min_width=least)
         for row in rows[1:]:

@@ -97,8 +97,7 @@ class Live:
             room = min(spare - len(text), _WIDEST)
             if room >= _NARROWEST:
                 halves = 2 * room * min(done, total) // max(total, 1)
-                full, half = ("-", " ") if self._terminal.ascii else ("━", "╸")
-                bar = (full * (halves // 2) + half * (halves % 2)).ljust(room)
+                bar = ("━" * (halves // 2) + "╸" * (halves % 2)).ljust(room)
                 return f"{self.label}  {bar}  {text}"
         return f"{self.label}  {count}"
 
@@ -135,7 +134,7 @@ class Loading:
 
     def say(self, line: str) -> None:
         self._terminal.clear_status()
-        self._terminal.note(line)
+        self._terminal.note(self._terminal.words(line))
 
     def kernels(self) -> None:
         """The kernels are about to be compiled. The progress of that is not known."""
@@ -222,7 +221,7 @@ class Thinking:
         text = " ".join(self._terminal.writable(self._text).split())
         if self._how == "hide" or not text or room < 1:
             return line
-        dots = self._terminal.screen.dots if cells(text) > room else ""
+        dots = "…" * (cells(text) > room)
         end = fitting(letters(text)[::-1], room - len(dots))[::-1]
         return f"{line}  {dots}{''.join(end)}"
 

@@ -12,7 +12,7 @@ from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli.chat.turn import TOY, is_toy
 from minikv.cli.screen.terminal import BLOCKS
-from minikv.cli.screen.text import clipped, folded, grid
+from minikv.cli.screen.text import clipped, grid
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -31,10 +31,10 @@ def level(share: float, most: int) -> int:
     return min(most, max(1, math.ceil(share * most - 1e-6)))
 
 
-def strip(values: Sequence[float], largest: float, signs: str = BLOCKS) -> str:
+def strip(values: Sequence[float], largest: float) -> str:
     """One character per value, as high as its share of `largest`, between two bars."""
-    top = len(signs) - 1
-    return f"|{''.join(signs[level(v / largest if largest else 0.0, top)] for v in values)}|"
+    top = len(BLOCKS) - 1
+    return f"|{''.join(BLOCKS[level(v / largest if largest else 0.0, top)] for v in values)}|"
 
 
 def percent(share: float) -> str:
@@ -43,27 +43,23 @@ def percent(share: float) -> str:
     return "<1%" if share > 0 and whole < 1 else f"{whole}%"
 
 
-def strips(session: ChatSession, width: int, signs: str) -> str:
+def strips(session: ChatSession, width: int) -> str:
     """What the cache holds, as strips of at most `width` columns (40 at the least); "" before the
-    first turn. signs: `BLOCKS` or `ASCII`."""
+    first turn."""
     from minikv.cli.chat import kept
 
     facts = kept.read(session)
     if not session.fed:
         return ""
     rows = [[float(n) for n in layer] for layer in facts.rows().tolist()]
-    return f"{by_head(rows, width, signs)}\n{along(facts, width, signs)}"
+    return f"{by_head(rows, width)}\n{along(facts, width)}"
 
 
-def by_head(rows: Sequence[Sequence[float]], width: int, signs: str = BLOCKS) -> str:
+def by_head(rows: Sequence[Sequence[float]], width: int) -> str:
     """One strip per KV head, along the layers. rows[layer][head]: how many tokens are held."""
     layers, heads = len(rows), len(rows[0])
     largest = max(max(layer) for layer in rows)
-    lines = folded(
-        f"kept per layer and KV head: {signs[-1]} is {largest:,.0f} tokens, the most in one",
-        width,
-        "  ",
-    )
+    lines = [f"kept per layer and KV head: {BLOCKS[-1]} is {largest:,.0f} tokens, the most in one"]
     runs = -(-layers // (width - len(f"  head {heads - 1} ||")))
     each = -(-layers // runs)  # so that the runs are of about equal length
     for first in range(0, layers, each):
@@ -72,7 +68,7 @@ def by_head(rows: Sequence[Sequence[float]], width: int, signs: str = BLOCKS) ->
         lines += [label] if label else []
         cells = [
             f"  {f'head {head}':<{len(f'head {heads - 1}')}} "
-            + strip([rows[layer][head] for layer in range(first, last)], largest, signs)
+            + strip([rows[layer][head] for layer in range(first, last)], largest)
             for head in range(heads)
         ]
         columns = max(1, (width + 2) // (len(cells[0]) + 2))
@@ -81,10 +77,10 @@ def by_head(rows: Sequence[Sequence[float]], width: int, signs: str = BLOCKS) ->
     return "\n".join(lines)
 
 
-def along(facts: Kept, width: int, signs: str = BLOCKS, encoding: str = "utf-8") -> str:
+def along(facts: Kept, width: int) -> str:
     """The mean share of heads that hold a token, along each document."""
     share = facts.share()
-    places = [(clipped(p.name, width, encoding), p.first, p.last) for p in facts.parts]
+    places = [(clipped(p.name, width), p.first, p.last) for p in facts.parts]
     places = places[:MOST_DOCUMENTS] or [("the chat", 0, len(share))]
     lines = []
     for name, first, last in places:
@@ -94,9 +90,8 @@ def along(facts: Kept, width: int, signs: str = BLOCKS, encoding: str = "utf-8")
         each = f"{count} slices of about {round((last - first) / count):,} tokens"
         if count == last - first:
             each = "a sign per token"
-        top = f"{signs[-1]} is {percent(max(values))} of the heads" if any(values) else "nothing"
-        lines += folded(f"kept along {name}, {each}: {top}", width, "  ")
-        lines.append(f"  {strip(values, max(values), signs)}")
+        top = f"{BLOCKS[-1]} is {percent(max(values))} of the heads" if any(values) else "nothing"
+        lines += [f"kept along {name}, {each}: {top}", f"  {strip(values, max(values))}"]
     if len(facts.parts) > MOST_DOCUMENTS:
         lines.append(f"  and {len(facts.parts) - MOST_DOCUMENTS} more documents")
     return "\n".join(lines)

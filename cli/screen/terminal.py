@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from minikv.cli.screen.markdown import Answer
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
-ASCII = " .:-=+*#%@"
+"""The characters of a strip, from zero to the largest value."""
 _NAMED = re.compile(r" *\S+(?: \S+)*? {2,}")  # a row's first cell with the gap after it
 _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
 
@@ -37,29 +37,17 @@ class OutputError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What a terminal can show: columns, its encoding, whether it has block characters and colours,
-    and its number of rows; 0 if it has no limit, as a file."""
+    """What a terminal can show: columns, whether it has colours, and its rows (0: no limit, as in a
+    file)."""
 
     width: int = 80
-    encoding: str = "utf-8"
-    blocks: bool = True
     colour: bool = False
     rows: int = 0
-
-    @property
-    def signs(self) -> str:
-        """The characters of a strip, from zero to the largest value."""
-        return BLOCKS if self.blocks else ASCII
-
-    @property
-    def dots(self) -> str:
-        """The mark for text that is left out."""
-        return "…" if self.blocks else "..."
 
 
 class Terminal:
     """Writes the answer to stdout and everything else to stderr. Colour, live lines and Markdown
-    only on a terminal. `plain`: no escape sequences. `ascii`: stderr can write only ASCII.
+    only on a terminal. `plain`: no escape sequences.
     `records`: stdout gets a JSON record per turn instead of the answer. `warned`: the warnings
     since the last record. `thoughts`: how those of a reasoning model are shown
     (`minikv.cli.screen.progress`). `chat`: messages name what to type in a chat, not flags."""
@@ -75,7 +63,6 @@ class Terminal:
         self.plain = plain or os.environ.get("TERM", "dumb") == "dumb"
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
-        self.ascii = not _writes(self.err, "›•│─█")
         self.keyboard: Keyboard | None = None
         self._status = False
         self._answer: Answer | None = None  # only on a terminal
@@ -85,8 +72,7 @@ class Terminal:
     def screen(self) -> Screen:
         """What stderr can show now."""
         width, rows = window(self.err)
-        blocks, tall = _writes(self.err, BLOCKS), _is_tty(self.err)
-        return Screen(width, _encoding(self.err), blocks, self.colour, rows if tall else 0)
+        return Screen(width, self.colour, rows if _is_tty(self.err) else 0)
 
     def open_keyboard(self) -> None:
         """Until `close`, keep what is typed while no prompt is shown, without showing it. On a
@@ -121,8 +107,8 @@ class Terminal:
             return
         from minikv.cli.screen.markdown import Answer  # with rich and a parser
 
-        colour, ascii = not os.environ.get("NO_COLOR"), not _writes(self.out, "•│─")
-        self._answer = answer = Answer(lambda: window(self.out), colour=colour, ascii=ascii)
+        colour = not os.environ.get("NO_COLOR")
+        self._answer = answer = Answer(lambda: window(self.out), colour=colour)
         try:
             with unechoed(self.out, answer.disturb):
                 yield
@@ -169,12 +155,15 @@ class Terminal:
         self._write(self.out, (_folded(text, self.out) if fold else text) + "\n")
 
     def say(self, text: str, style: str = "") -> None:
-        """A line on stderr, which names remedies as `words` does."""
+        """A line on stderr."""
         self.clear_status()
         if self._answer is not None:
             self._answer.disturb()
-        text = _folded(clean(self.words(text)), self.err)
-        self._write(self.err, self._styled(text, style) + "\n")
+        self._write(self.err, self._styled(self.set(text), style) + "\n")
+
+    def set(self, text: str) -> str:
+        """`text` as a message shows it: filtered, and in lines that fit on a terminal."""
+        return _folded(clean(text), self.err)
 
     def words(self, text: str) -> str:
         """`text`, with remedies that it names in Python as they are typed here."""
@@ -190,8 +179,10 @@ class Terminal:
             self.say(text, style)
 
     def warn(self, text: str) -> None:
-        """A warning, one line. --quiet silences it, but not in the record of the turn."""
-        self.warned.append(self.words(text))
+        """A warning, one line, which names remedies as `words` does. --quiet silences it, but not
+        in the record of the turn."""
+        text = self.words(text)
+        self.warned.append(text)
         self.note(f"! {text}", "warn")
 
     def fail(self, message: str, hint: str = "") -> None:
@@ -240,7 +231,7 @@ class Terminal:
     def status(self, text: str, style: str = "") -> None:
         """Replace the live line. Without a terminal this does nothing."""
         if self.live:
-            line = "".join(fitting(letters(clean(text)), window(self.err)[0] - 1))
+            line = "".join(fitting(letters(self.writable(text)), window(self.err)[0] - 1))
             line = self._styled(line, style)
             self._write(self.err, f"\r\x1b[K{line}")
             self._status = True
@@ -330,25 +321,20 @@ def _encoding(stream: TextIO) -> str:
     return stream.encoding or "utf-8"  # a stream in memory has none
 
 
-def _writes(stream: TextIO, signs: str) -> bool:
-    return encodable(signs, _encoding(stream)) == signs
-
-
 def _folded(text: str, stream: TextIO) -> str:
     """`text` in lines that fit on the terminal of `stream`, if it is one."""
-    if not _is_tty(stream):
-        return text
-    width = window(stream)[0]
-    return "\n".join(_in_columns(line, width) for line in text.split("\n"))
+    return in_columns(text, window(stream)[0]) if _is_tty(stream) else text
 
 
-def _in_columns(line: str, width: int) -> str:
-    """`line`, broken between words. If it begins with a name in a narrow column, or with blanks in
-    its place, the following lines are indented to the second column."""
-    if cells(line) <= width:
-        return line
-    name = _NAMED.match(line)
-    column = cells(name[0]) if name else width
-    blanks = len(line) - len(line.lstrip())
-    margin = column if column <= width // 3 else blanks if blanks >= 4 else blanks + 2
-    return "\n".join(folded(line, width, " " * margin, whole=True))
+def in_columns(text: str, width: int) -> str:
+    """The lines of `text`, broken between words. If one begins with a name in a narrow column, or
+    with blanks in its place, what follows is indented to the second column."""
+    lines = []
+    for line in text.split("\n"):
+        name = _NAMED.match(line)
+        column = cells(name[0]) if name else width
+        blanks = len(line) - len(line.lstrip())
+        margin = column if column <= width // 3 else blanks if blanks >= 4 else blanks + 2
+        long = cells(line) > width
+        lines += folded(line, width, " " * margin, whole=True) if long else [line]
+    return "\n".join(lines)

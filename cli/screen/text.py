@@ -1,14 +1,17 @@
 """Text on a terminal: which characters are written, how many columns they take, where rows end.
 
+Everything is laid out as if all of Unicode could be written; a stream that takes less gets other
+signs when it is written to (`encodable`).
+
 rich measures characters. It does not break lines here: its rows do not say which part of the text
-they are, it splits what an ASCII terminal shows as \\u4e2d, and it counts a sign of several
-characters as the newest terminals show it, where others show its parts side by side.
+they are, and it counts a sign of several characters as the newest terminals show it, where others
+show its parts side by side.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby
 
@@ -33,15 +36,19 @@ _UNSEEN = (
 DROPPED: dict[int, str | None] = dict.fromkeys(_DROPPED)
 """Control characters and bidi overrides, as `str.translate` removes them."""
 _FILTER = {**{code: f"\\u{code:04x}" for code in _UNSEEN}, **DROPPED}
+# minikv's own signs where a stream takes ASCII alone.
 _ASCII = str.maketrans(
-    {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "│": "|", "─": "-"}
+    {"·": "-", "›": ">", "…": "...", "×": "x", "–": "-", "—": "-", "•": "*", "╸": " "}
+    | dict.fromkeys("│┃", "|")
+    | dict.fromkeys("─━", "-")
+    | dict.fromkeys("┌┐└┘├┤┬┴┼", "+")
     | dict(zip("▁▂▃▄▅▆▇█", ".:-=+*#@", strict=True))
 )
-_JOINER = "\u200d"
+_JOINER, _EMOJI = "\u200d", "\ufe0f"
 _TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
 _FLAGS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))  # two of these letters are a flag
 # What a terminal takes that cannot join characters, and shows each of them.
-_MOST = {"\ufe0f": 1} | dict.fromkeys([*_TONES, *_FLAGS], 2)
+_MOST = {_EMOJI: 1} | dict.fromkeys([*_TONES, *_FLAGS], 2)
 _WORDS = re.compile(r"[ \t]+|[^ \t]+")
 
 
@@ -64,34 +71,27 @@ def encodable(text: str, encoding: str) -> str:
     return text
 
 
-def shown(text: str, encoding: str = "utf-8") -> str:
-    """`text` as a terminal will show it: filtered, tabs as spaces, unknown letters escaped."""
-    return clean(text).replace("\t", "    ").encode(encoding, "backslashreplace").decode(encoding)
+def shown(text: str) -> str:
+    """`text` as a terminal will show it: filtered, tabs as spaces."""
+    return clean(text).replace("\t", "    ")
 
 
 # -- columns --------------------------------------------------------------------------------------
 
 
 def cells(text: str) -> int:
-    """How many columns a terminal needs for a text without control characters."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len  # it is slow to import
-
-    return cell_len(text)
-
-
-def most_cells(text: str, encoding: str = "utf-8") -> int:
-    """The most columns that a terminal may take for a text."""
+    """The most columns that a terminal may take for a text: some show a sign of several characters
+    as one, some its parts side by side."""
     if text.isascii() and text.isprintable():
         return len(text)
-    return sum(_most(sign, encoding) for sign in text)
+    return sum(map(_cells, text))
 
 
 @lru_cache(4096)
-def _most(sign: str, encoding: str) -> int:
-    seen = shown(sign, encoding)
-    return cells(seen) if seen.isascii() else _MOST.get(sign) or cells(seen)
+def _cells(sign: str) -> int:
+    from rich.cells import cell_len  # it is slow to import
+
+    return _MOST.get(sign) or cell_len(shown(sign))
 
 
 def letters(text: str) -> list[str]:
@@ -100,7 +100,8 @@ def letters(text: str) -> list[str]:
     for sign in text:
         last = found[-1] if found else ""
         pair = sign in _FLAGS and last in _FLAGS
-        if last and (pair or last[-1] == _JOINER or sign in _TONES or not cells(sign)):
+        joins = sign in _TONES or sign == _EMOJI or not cells(sign)
+        if last and (pair or joins or last[-1] == _JOINER):
             found[-1] += sign
         else:
             found.append(sign)
@@ -133,10 +134,9 @@ def fitting(found: Sequence[str], width: int) -> Sequence[str]:
     return found[: sum(size <= width for size in used)]
 
 
-def clipped(text: str, width: int, encoding: str = "utf-8") -> str:
-    """A name as one line of at most so many columns."""
-    text = " ".join(shown(text, encoding).split())
-    return text[slice(*broken(text, width)[0])].rstrip()
+def clipped(text: str, width: int) -> str:
+    """`text` as one line, and as much of it as `cut` leaves."""
+    return cut(" ".join(shown(text).split()), width)
 
 
 def grid(lines: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
@@ -161,12 +161,10 @@ def units(line: str) -> Iterator[str]:
 
 
 def _apart(letter: str) -> bool:
-    return any(cells(s) == 2 or s in _FLAGS or "\u2600" <= s <= "\u27bf" for s in letter)
+    return any(_cells(s) == 2 or s in _FLAGS or "\u2600" <= s <= "\u27bf" for s in letter)
 
 
-def broken(
-    text: str, width: int, encoding: str = "utf-8", *, less: int = 0, whole: bool = False
-) -> list[tuple[int, int]]:
+def broken(text: str, width: int, *, less: int = 0, whole: bool = False) -> list[tuple[int, int]]:
     """Where `text` breaks into rows of at most `width` columns: begin and end of each row.
 
     less: how many columns fewer all rows but the first have. whole: a word of ASCII letters is
@@ -178,8 +176,8 @@ def broken(
     for line in text.split("\n"):
         begin = end = at
         used = 0
-        for unit in _rows_apart(line, width - less, encoding, whole):
-            size = most_cells(unit, encoding)
+        for unit in _rows_apart(line, width - less, whole):
+            size = cells(unit)
             if used + size > width - bool(rows) * less and end > begin and not unit.isspace():
                 rows.append((begin, end))
                 begin, used = end, 0
@@ -189,21 +187,19 @@ def broken(
     return rows
 
 
-def _rows_apart(line: str, width: int, encoding: str, whole: bool) -> Iterable[str]:
+def _rows_apart(line: str, width: int, whole: bool) -> Iterator[str]:
     """The units of a line, those that are wider than a row letter by letter."""
     for unit in units(line):
-        if unit.isspace() or (whole and unit.isascii()) or most_cells(unit, encoding) <= width:
+        if unit.isspace() or (whole and unit.isascii()) or cells(unit) <= width:
             yield unit
-        else:  # escapes of what cannot be encoded join nothing
-            yield from letters(unit) if encodable(unit, encoding) == unit else unit
+        else:
+            yield from letters(unit)
 
 
-def folded(
-    text: str, width: int, indent: str = "", encoding: str = "utf-8", *, whole: bool = False
-) -> list[str]:
+def folded(text: str, width: int, indent: str = "", *, whole: bool = False) -> list[str]:
     """`text` as lines of at most `width` columns, all but the first after `indent`; `whole` as in
     `broken`."""
-    text = shown(text, encoding)
-    rows = broken(text, width, encoding, less=len(indent), whole=whole)
+    text = shown(text)
+    rows = broken(text, width, less=len(indent), whole=whole)
     lines = [text[begin:end].rstrip(" ") for begin, end in rows]
     return [lines[0], *(indent + line for line in lines[1:])]

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
+from rich.cells import cell_len
 from small_chat import chat_over
 from typer.testing import CliRunner, Result
 
@@ -21,7 +22,8 @@ from minikv.cli.chat.slash import Command, Context
 from minikv.cli.failures import Interrupts
 from minikv.cli.main import app
 from minikv.cli.saved.keeper import Keeper
-from minikv.cli.screen.terminal import Terminal
+from minikv.cli.screen.terminal import Terminal, in_columns
+from minikv.cli.screen.text import clean
 from minikv.settings import Generation, Settings
 
 
@@ -120,6 +122,13 @@ def printed(terminal: Terminal) -> str:
 def said(terminal: Terminal) -> str:
     assert isinstance(terminal.err, io.StringIO)
     return terminal.err.getvalue()
+
+
+def on_screen(text: str, width: int) -> list[str]:
+    """The rows of a message on a terminal of so many columns."""
+    rows = in_columns(clean(text), width).split("\n")
+    assert all(cell_len(row) <= width for row in rows), rows
+    return rows
 
 
 def context(

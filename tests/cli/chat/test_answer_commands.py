@@ -19,9 +19,8 @@ import ggufs
 import pytest
 import torch
 from checkpoints import Spec
-from rich.cells import cell_len
 from tiers import MILL, recalling
-from typed import Tty, World, answer_of, context, fake_chat, invoke, said, screen
+from typed import Tty, World, answer_of, context, fake_chat, invoke, on_screen, said, screen
 
 import minikv.cli.chat.turn
 from minikv.chat.answer import Verification
@@ -34,7 +33,7 @@ from minikv.cli.saved.database import ChatFile
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.markdown import Answer as Markdown
-from minikv.cli.screen.terminal import Screen, Terminal
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted, UsageError
 from minikv.models import BUNDLED
 
@@ -83,7 +82,7 @@ def test_continue_without_such_an_answer_is_refused(world: World, document: str)
 
 def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> None:
     def made() -> Markdown:
-        return Markdown(lambda: (60, 40), colour=False, ascii=False)
+        return Markdown(lambda: (60, 40), colour=False)
 
     def shown(text: str) -> str:
         return re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", text)
@@ -406,8 +405,7 @@ def test_answers_that_part_are_both_shown(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize("width", [50, 80, 120])
 def test_it_fits_the_screen_and_shows_no_control_characters(width: int) -> None:
     found = Verification((1, 2), "\x1b[31mred " * 40, 3, True, "\x1b[2J blue", None, True, 1.0)
-    lines = shown("中文 " * 60, found, Screen(width))
-    assert max(map(cell_len, lines)) <= width
+    lines = on_screen(shown("中文 " * 60, found), width)
     assert "\x1b" not in "".join(lines)
     assert "and from all that was read it is its end" in " ".join(" ".join(lines).split())
 

@@ -12,10 +12,9 @@ import pytest
 import torch
 from lettered import lettered
 from pairwise import pairwise, some_by_day
-from rich.cells import cell_len
 from small_chat import scripted
 from test_kept import HOSTILE, STORY, chat, network
-from typed import context
+from typed import context, on_screen
 
 from minikv.cache.arena import Arena
 from minikv.chat.eviction_config import EvictionConfig, read_budget
@@ -24,7 +23,6 @@ from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli.chat import compare
 from minikv.cli.chat.compare import Run, Stop
-from minikv.cli.chat.kept_view import Screen
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, UsageError
@@ -192,7 +190,7 @@ def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> No
 def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Run]]]:
     """What comparisons would have shown."""
     made: list[tuple[str, list[Run]]] = []
-    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: made.append((q, runs)) or [])
+    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: made.append((q, runs)) or "")
     return made
 
 
@@ -383,7 +381,7 @@ def runs_of(texts: list[str]) -> list[Run]:
 
 def test_side_by_side_with_the_full_cache_last() -> None:
     runs = runs_of(["below 3.25x", "", "below 3.25x tested"])
-    lines = compare.table("What leverage?", 0, runs, Screen(100))
+    lines = compare.table("What leverage?", 0, runs, 100).split("\n")
     assert lines[0] == "question: What leverage?"
     assert lines[1].split() == ["policy0", "48", "policy1", "48", "policy2", "48"]
     row = {line[:12].strip(): line for line in lines[2:]}
@@ -399,18 +397,12 @@ def test_side_by_side_with_the_full_cache_last() -> None:
 
 
 @pytest.mark.parametrize("width", [40, 70, 80, 200])
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_columns_or_blocks_fit(width: int, encoding: str, count: int) -> None:
+def test_columns_or_blocks_fit(width: int, count: int) -> None:
     runs = runs_of([f"{HOSTILE} 中文字 answer {i}\nsecond line" * 3 for i in range(count)])
-    screen = Screen(width, encoding, encoding == "utf-8")
-    lines = compare.table(f"why {HOSTILE}" * 9, 3, runs, screen)
-    for line in lines:
-        assert "\x1b" not in line
-        assert "\x9b" not in line
-        assert "\n" not in line
-        assert cell_len(line) <= width, line
-        line.encode(encoding)
+    made = compare.table(f"why {HOSTILE}" * 9, 3, runs, width)
+    lines = made.split("\n")
+    assert "\n".join(on_screen(made, width)).startswith("\n".join(lines[:-2]))  # none is broken
     beside = sum("policy0 48" in line and "policy1 48" in line for line in lines)
     assert beside == (width >= 80 and (width - 13) // count >= 22)
     text = " ".join(" ".join(lines).split())

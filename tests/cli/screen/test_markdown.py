@@ -23,7 +23,8 @@ from terminals import Terminals  # noqa: E402
 from typed import Tty, printed  # noqa: E402
 
 from minikv.cli.screen.markdown import Answer  # noqa: E402
-from minikv.cli.screen.terminal import Terminal, clean  # noqa: E402
+from minikv.cli.screen.terminal import Terminal  # noqa: E402
+from minikv.cli.screen.text import clean, encodable  # noqa: E402
 
 
 class Window:
@@ -71,11 +72,10 @@ def show(
     rows: int = 24,
     *,
     colour: bool = True,
-    ascii: bool = False,
 ) -> Window:
     """A whole answer, piece by piece; a string comes in pieces of three characters."""
     window = Window(columns, rows)
-    answer = Answer(lambda: window.size, colour=colour, ascii=ascii)
+    answer = Answer(lambda: window.size, colour=colour)
     if isinstance(pieces, str):
         pieces = [pieces[at : at + 3] for at in range(0, len(pieces), 3)]
     for piece in pieces:
@@ -164,9 +164,13 @@ def test_poor_terminals_get_the_signs_and_styles_that_they_can_show() -> None:
     assert grey.text() == "Some bold and `code`.\n```py\ndef f(): 1\n```"
     assert grey.styles("bold")["bold"]
     assert not re.search(r"\x1b\[[0-9;]*[34][0-9]m|\x1b\[K", grey.written)
-    window = show("- a **b**\n\n> c *d*\n\n---\n\n| x | y |\n|---|---|\n| 1 | 2 |\n", ascii=True)
-    assert window.written.isascii()
+    window = show("- a **b**\n\n> c *d*\n\n---\n\n| x | y |\n|---|---|\n| 1 | 2 |\n")
+    written = encodable(window.written, "ascii")
+    assert "\\u" not in written
+    window = Window()
+    window.feed(written)
     assert window.lines()[:5] == ["* a b", "", "| c d", "", "-" * 79]
+    assert window.lines()[6:9] == ["+---+---+", "| x | y |", "+---+---+"]
 
 
 def test_a_table_needs_room_for_its_words() -> None:
@@ -178,7 +182,7 @@ def test_a_table_needs_room_for_its_words() -> None:
 def test_the_block_under_construction_is_seen_and_its_rows_alone_are_taken_back() -> None:
     window = Window(50, 20)
     window.feed("before\n")
-    answer = Answer(lambda: window.size, colour=True, ascii=False)
+    answer = Answer(lambda: window.size, colour=True)
     for piece in ("Some", " **bo", "ld** wor"):
         window.feed(answer.push(piece))
     assert window.text() == "before\nSome **bold** wor"
@@ -204,7 +208,7 @@ def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
     for first in range(len(words)):
         source = " ".join(parts[first:])
         window = Window(columns, 40)
-        answer = Answer(partial(getattr, window, "size"), colour=True, ascii=False)
+        answer = Answer(partial(getattr, window, "size"), colour=True)
         for piece in [*source, ""]:
             written = answer.push(piece) if piece else answer.finish()
             window.feed(WIDTHLESS.sub("", written))
@@ -265,7 +269,7 @@ def test_code_in_no_known_language_stays_plain(language: str) -> None:
 @pytest.mark.parametrize("change", ["", "resize", "message"])
 def test_a_line_of_code_has_its_colours_when_it_ends_if_nothing_came_between(change: str) -> None:
     window = Window()
-    answer = Answer(partial(getattr, window, "size"), colour=True, ascii=False)
+    answer = Answer(partial(getattr, window, "size"), colour=True)
     window.feed(answer.push("```python\nif a:\n    ret"))
     assert window.styles("if")["fg"] == "magenta"
     assert window.styles("ret")["fg"] == "default"
@@ -314,7 +318,7 @@ def test_a_block_taller_than_the_window_stays_as_it_streamed() -> None:
 
 def test_a_resize_or_another_writer_leaves_the_block_and_sets_the_next() -> None:
     window = Window(80, 24)
-    answer = Answer(lambda: window.size, colour=True, ascii=False)
+    answer = Answer(lambda: window.size, colour=True)
     window.feed(answer.push("**first** " + "word " * 20))
     window.resize(60, 24)
     window.feed(answer.push("more **words**\n\n**second** "))
@@ -402,7 +406,7 @@ def test_every_word_is_on_screen_or_above_exactly_once(
 ) -> None:
     draw = random.Random(seed)
     window = Window(columns, rows)
-    answer = Answer(lambda: window.size, colour=True, ascii=False)
+    answer = Answer(lambda: window.size, colour=True)
     window.feed("before\n" * draw.randrange(rows + 3))
     at = 0
     while at < len(source):

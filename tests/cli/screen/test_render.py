@@ -9,9 +9,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from rich.cells import cell_len
 from test_kept import HOSTILE, STORY, chat, facts
-from typed import invoke
+from typed import invoke, on_screen
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
@@ -24,7 +23,7 @@ from minikv.cli.export import page
 from minikv.cli.export.facts import gather
 from minikv.cli.measure import choices
 from minikv.cli.screen import render
-from minikv.cli.screen.terminal import ASCII, BLOCKS
+from minikv.cli.screen.terminal import BLOCKS
 from minikv.policies import registry
 
 SHORT = "Velgate exports mostly salt."
@@ -160,7 +159,6 @@ def test_percent_is_rounded_down(share: float, expected: str) -> None:
 
 def test_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
     assert render.strip([0, 1, 4, 8], 8) == "| ▁▄█|"
-    assert render.strip([0, 1, 5, 9], 9, ASCII) == "| .+@|"
     assert render.strip([0, 0], 0) == "|  |"
 
 
@@ -171,8 +169,7 @@ def test_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 3), (32, 8), (80, 12)])
 def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int) -> None:
     rows = [[float(1 + (7 * i + 3 * h) % 64) for h in range(heads)] for i in range(layers)]
-    text = render.by_head(rows, width)
-    assert all(cell_len(line) <= width for line in text.split("\n"))
+    text = "\n".join(on_screen(render.by_head(rows, width), width))
     largest = max(map(max, rows))
     assert f"█ is {largest:.0f} tokens" in " ".join(text.split())
     drawn = dict.fromkeys(range(heads), "")
@@ -226,30 +223,25 @@ def test_many_documents_with_hostile_names(width: int) -> None:
     names = ["\x1b]0;evil\x07 [bold]\nname 中文" * 9, *(f"{i}.txt" for i in range(9))]
     parts = tuple(Part(name, 1 + 50 * i, 51 + 50 * i) for i, name in enumerate(names))
     found = replace(found, parts=parts)
-    lines = render.along(found, width, ASCII, "ascii").split("\n")
+    lines = on_screen(render.along(found, width), width)
     assert lines[-1] == "  and 2 more documents"
     assert sum(line.startswith("  |") for line in lines) == 8
-    assert all(cell_len(line) <= width and "\x1b" not in line for line in lines)
-    assert all(line.isascii() for line in lines)
+    assert not any("\x1b" in line for line in lines)
 
 
 # -- the whole ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-@pytest.mark.parametrize("plain", [False, True])
-def test_strips_of_a_chat(width: int, plain: bool) -> None:
+def test_strips_of_a_chat(width: int) -> None:
     session = chat()
-    assert render.strips(session, width, BLOCKS) == ""
+    assert render.strips(session, width) == ""
     session.attach(STORY + HOSTILE, "story.txt")
     list(session.ask("Who?", 3))
-    text = render.strips(session, width, ASCII if plain else BLOCKS)
-    lines = text.split("\n")
-    assert all(cell_len(line) <= width for line in lines)
+    text = render.strips(session, width)
+    on_screen(text, width)
     assert "\x1b" not in text
     rows = [len(session.kept(layer, head)) for layer in range(3) for head in range(3)]
     joined = " ".join(text.split())
-    sign = "@" if plain else "█"
-    assert f"{sign} is {max(rows)} tokens, the most in one" in joined
+    assert f"{BLOCKS[-1]} is {max(rows)} tokens, the most in one" in joined
     assert "kept along story.txt" in joined
-    assert text.isascii() == plain
