@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import errno
 import signal
-import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -20,12 +19,12 @@ from types import FrameType
 
 import typer
 
+from minikv.cli.screen.keyboard import handled
 from minikv.cli.screen.terminal import OutputError, Terminal, hush
 from minikv.cli.screen.text import clean
 from minikv.cli.settings.values import worded
 from minikv.errors import Interrupted, MinikvError
 
-Handler = Callable[[int, FrameType | None], None]
 TWICE = 2.0
 """Seconds within which a second Ctrl-C leaves at once."""
 
@@ -78,7 +77,7 @@ class Interrupts:
             self.ended = True
             (end or cancel)()
 
-        with _handled({signal.SIGINT: handle, **dict.fromkeys(ends(), finish)}):
+        with handled({signal.SIGINT: handle, **dict.fromkeys(ends(), finish)}):
             try:
                 yield
             except Interrupted:
@@ -102,21 +101,7 @@ def ending() -> AbstractContextManager[None]:
     def end(signum: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    return _handled(dict.fromkeys(ends(), end))
-
-
-@contextmanager
-def _handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Inside, these functions handle the signals: in the main thread, which alone may."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled(dict.fromkeys(ends(), end))
 
 
 # The messages of torch's CPU allocator, which has no exception class.

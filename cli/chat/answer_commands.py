@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.turn import continue_turn, note_report
 from minikv.cli.failures import Interrupts
-from minikv.cli.screen.progress import FRAME
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clipped
 from minikv.errors import Interrupted, UsageError
@@ -122,13 +120,9 @@ def _written_again(
     typed: Callable[[], bool] = lambda: False,
 ) -> Verification:
     """What `ChatSession.verify` finds. typed: whether to stop."""
-    last = 0.0
 
     def show(done: int, total: int) -> None:
-        nonlocal last
-        if (now := monotonic()) - last >= FRAME:
-            last = now
-            terminal.status(f"checking  {done:,} of {amount(total, 'token')}")
+        terminal.status(f"checking  {done:,} of {amount(total, 'token')}", frame=True)
         if typed():
             session.cancel()
 

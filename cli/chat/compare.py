@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
-from time import monotonic
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import TurnReport, amount, ratio
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.screen.progress import FRAME, Live
+from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clipped, folded, padded
 from minikv.cli.settings import values
@@ -103,15 +102,13 @@ def _compare(context: Context, arguments: list[str]) -> None:
 
 
 def _live(terminal: Terminal, name: str) -> Show:
-    reading, last = Live(terminal, f"{name}: reading"), 0.0
+    reading = Live(terminal, f"{name}: reading")
 
     def show(done: int, total: int, written: int) -> None:
-        nonlocal last
-        if not written:
+        if written:
+            terminal.status(f"{name}: writing  {written:,}", frame=True)
+        else:
             reading(done, total)
-        elif (now := monotonic()) - last >= FRAME:
-            last = now
-            terminal.status(f"{name}: writing  {written:,}")
 
     return show
 

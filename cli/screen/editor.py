@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from prompt_toolkit.styles import Style
 
 from minikv.cli.failures import Terminated, ends
 from minikv.cli.paths import opened, private, write
+from minikv.cli.screen.keyboard import handled
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 
@@ -161,12 +161,10 @@ def _ending(app: Application[str]) -> Iterator[None]:
         if not app.is_done:
             app.exit(exception=Terminated())
 
-    before = {number: signal.signal(number, end) for number in ends()}
     try:
-        yield
+        with handled(dict.fromkeys(ends(), end)):
+            yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         if came:
             raise Terminated
 

@@ -15,7 +15,8 @@ import select
 import signal
 import termios
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding.key_processor import KeyPress
 
 Mode = list[Any]
+Handler = Callable[[int, FrameType | None], None]
 _INPUT, _LOCAL, _SIGNS = 0, 3, 6  # places in what tcgetattr gives
 _MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
 
@@ -47,7 +49,7 @@ class Keyboard:
         """Switch the terminal. The caller must already hold this keyboard and close it, because
         from here on a signal may end the program at any moment."""
         # A shell that continues the chat may have changed the terminal.
-        self._open.enter_context(_resuming(self._resumed))
+        self._open.enter_context(resuming(self._resumed))
         self._wait()
         self._early = re.sub(r"\r?\n", "\r", self._typed())  # until now an Enter was a Ctrl-J
 
@@ -140,12 +142,11 @@ def _keys(text: str) -> list[KeyPress]:
 
 
 @contextlib.contextmanager
-def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
-    """Inside, the terminal of `stream` does not echo keys. `moved` is called when the process
-    continues after it was stopped, because the shell has then written to the terminal."""
+def unechoed(stream: TextIO) -> Iterator[None]:
+    """Inside, the terminal of `stream` does not echo keys."""
     echoed = False
 
-    def switch(on: bool) -> None:
+    def switch(on: bool = False) -> None:
         nonlocal echoed
         with contextlib.suppress(OSError, ValueError):
             number = stream.fileno()
@@ -155,37 +156,40 @@ def unechoed(stream: TextIO, moved: Callable[[], None]) -> Iterator[None]:
                 mode[_LOCAL] ^= termios.ECHO
                 _set(number, mode)
 
-    def resumed() -> None:
-        switch(False)
-        moved()
-
-    with _resuming(resumed):
+    with resuming(switch):
         try:  # a signal may end the program at any moment
-            switch(False)
+            switch()
             yield
         finally:
             if echoed:
                 switch(True)
 
 
-@contextlib.contextmanager
-def _resuming(act: Callable[[], object]) -> Iterator[None]:
-    """Inside, `act` is called when the process continues after it was stopped."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may install handlers
-        return
+def resuming(act: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
+    """Inside, `act` is called when the process continues after it was stopped: the shell has then
+    used the terminal."""
     before = signal.getsignal(signal.SIGCONT)
 
-    def resumed(signum: int, frame: Any) -> None:
+    def resumed(signum: int, frame: FrameType | None) -> None:
         if callable(before):
             before(signum, frame)
         act()
 
+    return handled({signal.SIGCONT: resumed})
+
+
+@contextlib.contextmanager
+def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Inside, these functions handle the signals: in the main thread, which alone may."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        signal.signal(signal.SIGCONT, resumed)
         yield
     finally:
-        signal.signal(signal.SIGCONT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _in_front(number: int) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from time import monotonic
 
 from minikv.chat.report import amount, thought_for
 from minikv.chat.report import size as size_of
@@ -19,8 +18,6 @@ from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import cells, clean, fitting, letters
 from minikv.errors import Interrupted
 
-FRAME = 0.1
-"""Seconds between two frames."""
 SELDOM = 10.0
 """Seconds between two lines without a terminal."""
 LARGE = {"B": 256 << 20, "tok": 1_000}
@@ -35,21 +32,12 @@ class Live:
 
     `label` is what the line begins with. `unit` is "tok", "B" (bytes, shown in binary units), or
     any other word.
-    `clock` gives seconds; only when a line is written depends on it.
     """
 
-    def __init__(
-        self,
-        terminal: Terminal,
-        label: str,
-        unit: str = "tok",
-        *,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
+    def __init__(self, terminal: Terminal, label: str, unit: str = "tok") -> None:
         self._terminal = terminal
         self._unit = unit
-        self._clock = clock
-        self._last = float("-inf")
+        self._told = 0.0  # when a line was written without a terminal
         self.restart(label)
 
     def restart(self, label: str, *, announced: bool = False) -> None:
@@ -60,21 +48,19 @@ class Live:
         self._done: deque[tuple[float, int]] = deque()
 
     def __call__(self, done: int, total: int) -> None:
-        now, first = self._clock(), not self._done
+        now, first = self._terminal.clock(), not self._done
         self._done.append((now, done))
         while now - self._done[0][0] > RECENT:
             self._done.popleft()
         if self._terminal.live:
-            if now - self._last >= FRAME:
-                self._last = now
-                self._terminal.status(self._drawn(done, total))
+            self._terminal.status(self._drawn(done, total), frame=True)
         elif first:
-            self._last = now
+            self._told = now
             if not self._announced and total >= LARGE.get(self._unit, total + 1):
                 much = size_of(total) if self._unit == "B" else f"{total:,} tokens"
                 self._terminal.note(f"{self.label}: {much}")
-        elif now - self._last >= SELDOM and done < total and total - done >= self._rate():
-            self._last = now  # and nothing for the last second
+        elif now - self._told >= SELDOM and done < total and total - done >= self._rate():
+            self._told = now  # and nothing for the last second
             line = [f"{self.label}: {amounts(done, total, self._unit)}", self._left(done, total)]
             self._terminal.note(", ".join(filter(None, line)))
 
@@ -113,9 +99,9 @@ class Loading:
     runs in threads, which an exception in the main thread would not stop.
     """
 
-    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
-        self._live = Live(terminal, "", "B", clock=clock)
+        self._live = Live(terminal, "", "B")
         self._phase = ""
         self._cancelled = False
 
@@ -189,14 +175,12 @@ _LAST = 400  # characters that are remembered for the live line
 
 class Thinking:
     """The thoughts of one answer, called as `thinking(piece, tokens)` (`Say`). tokens: how many
-    there are that `end` has not told yet. `clock` gives seconds; only when the live line is written
-    depends on it."""
+    there are that `end` has not told yet."""
 
-    def __init__(self, terminal: Terminal, *, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, terminal: Terminal) -> None:
         self.tokens = 0
-        self._terminal, self._clock = terminal, clock
+        self._terminal = terminal
         self._how = "hide" if terminal.quiet else terminal.thoughts
-        self._last = float("-inf")
         self._text = ""
         self._wrap, self._flush = _wrapping(terminal)
 
@@ -209,10 +193,7 @@ class Thinking:
             self._terminal.think(self._wrap(text))
             return
         self._text = (self._text + piece)[-_LAST:]
-        now = self._clock()
-        if now - self._last >= FRAME:
-            self._last = now
-            self._terminal.status(self._line(), "dim")
+        self._terminal.status(self._line(), "dim", frame=True)
 
     def _line(self) -> str:
         """The live line: as much of the end of the thoughts as fits."""

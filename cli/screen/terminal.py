@@ -16,9 +16,10 @@ import sys
 import termios
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from time import monotonic
 from typing import TYPE_CHECKING, TextIO
 
-from minikv.cli.screen.keyboard import Keyboard, unechoed
+from minikv.cli.screen.keyboard import Keyboard, resuming, unechoed
 from minikv.cli.screen.text import DROPPED, cells, clean, encodable, fitting, folded, letters
 from minikv.errors import UsageError
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 BLOCKS = " ▁▂▃▄▅▆▇█"
 """The characters of a strip, from zero to the largest value."""
+FRAME = 0.1
+"""Seconds between two frames of a live line."""
 _NAMED = re.compile(r" *\S+(?: \S+)*? {2,}")  # a row's first cell with the gap after it
 _STYLES = {"dim": "2", "warn": "33", "bad": "31", "head": "1"}
 
@@ -50,7 +53,8 @@ class Terminal:
     only on a terminal. `plain`: no escape sequences.
     `records`: stdout gets a JSON record per turn instead of the answer. `warned`: the warnings
     since the last record. `thoughts`: how those of a reasoning model are shown
-    (`minikv.cli.screen.progress`). `chat`: messages name what to type in a chat, not flags."""
+    (`minikv.cli.screen.progress`). `chat`: messages name what to type in a chat, not flags.
+    `clock`: gives seconds; only when a live line is written depends on it."""
 
     def __init__(self, *, quiet: bool = False, plain: bool = False) -> None:
         self.quiet = quiet
@@ -64,7 +68,8 @@ class Terminal:
         self.live = _is_tty(self.err) and not self.plain and not quiet
         self.colour = _is_tty(self.err) and not self.plain and not os.environ.get("NO_COLOR")
         self.keyboard: Keyboard | None = None
-        self._status = False
+        self.clock = monotonic
+        self._status, self._drawn = False, 0.0  # whether there is a live line, and since when
         self._answer: Answer | None = None  # only on a terminal
         self._held = ""  # newlines at the end of what an answer has so far
 
@@ -110,14 +115,14 @@ class Terminal:
         colour = not os.environ.get("NO_COLOR")
         self._answer = answer = Answer(lambda: window(self.out), colour=colour)
         try:
-            with unechoed(self.out, answer.disturb):
+            with unechoed(self.out), resuming(answer.disturb):
                 yield
         finally:
             self._answer = None
 
     def silent(self) -> contextlib.AbstractContextManager[None]:
         """Around work that shows a live line: keys are not echoed."""
-        return unechoed(self.err, lambda: None) if self.live else contextlib.nullcontext()
+        return unechoed(self.err) if self.live else contextlib.nullcontext()
 
     def answer(self, piece: str) -> None:
         """Write a piece of the answer at once; newlines at its end only once more text follows."""
@@ -228,13 +233,14 @@ class Terminal:
     def _styled(self, text: str, style: str) -> str:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self.colour else text
 
-    def status(self, text: str, style: str = "") -> None:
-        """Replace the live line. Without a terminal this does nothing."""
-        if self.live:
+    def status(self, text: str, style: str = "", *, frame: bool = False) -> None:
+        """Replace the live line. Without a terminal this does nothing. frame: this is one of many,
+        of which ten a second are shown."""
+        now = self.clock()
+        if self.live and not (frame and self._status and now - self._drawn < FRAME):
             line = "".join(fitting(letters(self.writable(text)), window(self.err)[0] - 1))
-            line = self._styled(line, style)
-            self._write(self.err, f"\r\x1b[K{line}")
-            self._status = True
+            self._write(self.err, f"\r\x1b[K{self._styled(line, style)}")
+            self._status, self._drawn = True, now
 
     def clear_status(self) -> None:
         """Remove the live line."""

@@ -488,7 +488,7 @@ def echo(on=None):
         termios.tcsetattr(1, termios.TCSANOW, mode)
     return bool(mode[3] & termios.ECHO)
 echo(False)
-with unechoed(sys.stdout, lambda: None):
+with unechoed(sys.stdout):
     echo(True)
     os.kill(os.getpid(), signal.SIGCONT)
     inside = echo()

@@ -53,18 +53,25 @@ class Screen(io.TextIOWrapper):
         return [frame for frame in self.text.split("\r\x1b[K") if frame]
 
 
-def terminal(monkeypatch: pytest.MonkeyPatch, screen: Screen, columns: int = 80) -> Terminal:
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stderr", screen)
-    return Terminal()
-
-
 class Clock:
     now = 100.0
 
     def __call__(self) -> float:
         return self.now
+
+
+def terminal(
+    monkeypatch: pytest.MonkeyPatch,
+    screen: Screen,
+    columns: int = 80,
+    clock: Clock | None = None,
+) -> Terminal:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stderr", screen)
+    made = Terminal()
+    made.clock = clock or made.clock
+    return made
 
 
 # -- the text -------------------------------------------------------------------------------
@@ -81,7 +88,7 @@ def drawn(
 ) -> str:
     """The line at `done` of `total`, of which `rate` a second came in the last two seconds."""
     screen, clock = Screen(), Clock()
-    live = Live(terminal(monkeypatch, screen, columns), label, unit, clock=clock)
+    live = Live(terminal(monkeypatch, screen, columns, clock), label, unit)
     for seconds in (2, 1) if rate else ():
         live(done - int(seconds * rate), total)
         clock.now += 1
@@ -159,7 +166,7 @@ def test_durations() -> None:
 
 def test_at_most_ten_frames_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen(), Clock()
-    live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
+    live = Live(terminal(monkeypatch, screen, clock=clock), "reading")
     for n in range(1000):
         clock.now += 0.003
         live(n, 1000)
@@ -170,7 +177,7 @@ def test_at_most_ten_frames_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_rate_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen(), Clock()
-    live = Live(terminal(monkeypatch, screen, 120), "reading", clock=clock)
+    live = Live(terminal(monkeypatch, screen, 120, clock), "reading")
     done = 5000  # was there before: a resumed download
     live(done, 100_000)
     assert "tok/s" not in screen.frames[-1]
@@ -184,7 +191,7 @@ def test_the_rate_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -
 
 def test_work_after_other_work_has_a_rate_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen(), Clock()
-    loading = Loading(terminal(monkeypatch, screen, 120), clock=clock)
+    loading = Loading(terminal(monkeypatch, screen, 120, clock))
     for report, step in ((loading.download, 1 << 30), (loading.weights, 1 << 20)):
         for n in range(5):
             clock.now += 1
@@ -203,7 +210,8 @@ def test_a_file_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -
         if variables:
             monkeypatch.setenv("TERM", "dumb")
             made = Terminal()
-        loading = Loading(made, clock=clock)
+        made.clock = clock
+        loading = Loading(made)
         for n in range(100):  # nothing for what takes less
             clock.now += 0.09
             loading.weights(n, 100)
@@ -221,7 +229,7 @@ def test_a_file_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen(tty=False), Clock()
-    loading = Loading(terminal(monkeypatch, screen), clock=clock)
+    loading = Loading(terminal(monkeypatch, screen, clock=clock))
     loading.weights(0, 15 << 30)
     loading.weights(1 << 30, 15 << 30)
     assert screen.text == "weights: 15.0 GiB\n"
@@ -243,7 +251,7 @@ def test_a_file_gets_what_is_left_of_a_reading(
 ) -> None:
     """`each`: seconds for 200 tokens. The end is no line: the answer follows."""
     screen, clock = Screen(tty=False), Clock()
-    live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
+    live = Live(terminal(monkeypatch, screen, clock=clock), "reading")
     for done in (*range(0, tokens, 200), tokens):
         live(done, tokens)
         clock.now += each
@@ -252,7 +260,7 @@ def test_a_file_gets_what_is_left_of_a_reading(
 
 def test_an_ascii_terminal_gets_an_ascii_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen("ascii"), Clock()
-    live = Live(terminal(monkeypatch, screen), "reading", clock=clock)
+    live = Live(terminal(monkeypatch, screen, clock=clock), "reading")
     live(55, 101)
     assert "\\u" not in screen.text
     assert "reading  -----" in screen.text
@@ -361,7 +369,7 @@ def test_a_download_is_announced_and_counted_once(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 212 << 30))
     capsys.readouterr()  # making the files wrote to it
     screen, clock = Screen(), Clock()
-    loading = Loading(terminal(monkeypatch, screen), clock=clock)
+    loading = Loading(terminal(monkeypatch, screen, clock=clock))
     assert resolve(REPO, progress=loading).folder == hub.snapshot
     out = screen.text
     assert "will download 3.0 GiB in 2 files, 212.0 GiB free" in out
@@ -462,7 +470,7 @@ def test_a_pipe_gets_the_answer_alone(
 def test_a_terminal_keeps_what_the_setting_says(
     monkeypatch: pytest.MonkeyPatch, how: str, width: int
 ) -> None:
-    monkeypatch.setattr("minikv.cli.screen.progress.FRAME", 0.0)
+    monkeypatch.setattr("minikv.cli.screen.terminal.FRAME", 0.0)
     written, _ = run(monkeypatch, how, width=width)
     screen = pyte.HistoryScreen(width, 40)
     pyte.Stream(screen).feed(written.replace("\n", "\r\n"))
@@ -502,7 +510,8 @@ def test_the_line_is_written_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stderr", Stream(tty=True))
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
-    thinking = Thinking(terminal, clock=lambda: 0.0)
+    terminal.clock = Clock()
+    thinking = Thinking(terminal)
     for tokens in range(1, 50):
         thinking("a", tokens)
     thinking.end()

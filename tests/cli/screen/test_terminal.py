@@ -282,9 +282,8 @@ def test_keys_are_hidden_while_a_live_line_is_there(
     hidden: list[object] = []
 
     @contextlib.contextmanager
-    def unechoed(stream: object, moved: Any) -> Iterator[None]:
+    def unechoed(stream: object) -> Iterator[None]:
         hidden.append(stream)
-        moved()
         yield
 
     monkeypatch.setattr(terminal, "unechoed", unechoed)
