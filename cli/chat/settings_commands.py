@@ -60,30 +60,40 @@ def _lines(context: Context, names: Iterable[str]) -> list[str]:
     return listed({name: text(value) for name, value in shown.items()}, context.origins)
 
 
+def _places(context: Context) -> dict[str, tuple[object, str]]:
+    """What holds the settings that are changed as they are shown, and their names there."""
+    session, terminal = context.session, context.terminal
+    return {
+        **{name: (session, name) for name in ("reuse", "overflow", "fidelity")},
+        **{name: (terminal, name) for name in ("thoughts", "quiet")},
+        "check": (context, "checks"),
+        "encoding_errors": (context, "errors"),
+    }
+
+
 def _values(context: Context) -> dict[str, Any]:
     """Every setting as it is in force now, by name."""
     import torch
 
-    session, terminal = context.session, context.terminal
+    session = context.session
     holders = (
-        (session, ("reuse", "overflow", "system", "seed", "pin_system")),
+        (session, ("system", "seed", "pin_system")),
         (session.facts, ("revision", "device", "dtype", "kernels", "kv")),
         (session.eviction, ("policy", "budget", "decode", "stride")),
-        (terminal, ("thoughts", "quiet")),
     )
-    return {
+    found = {
         **context.began,
         **asdict(context.generation),
         **{name: getattr(one, name) for one, names in holders for name in names},
+        **{name: getattr(*place) for name, place in _places(context).items()},
         "model": session.facts.model or "bundled",
         "weights": session.facts.form,
         "tier": session.recall.kind,
         "tier_dtype": session.recall.dtype,
-        "fidelity": "on" if session.fidelity else "off",
-        "check": "on" if context.checks else "off",
         "threads": torch.get_num_threads(),
-        "encoding_errors": context.errors,
     }
+    switched = {name: "on" if found[name] else "off" for name in ("fidelity", "check")}
+    return found | switched
 
 
 # -- what changes ---------------------------------------------------------------------------
@@ -112,8 +122,7 @@ def _policy(
 
 
 def _decode(context: Context, value: str) -> None:
-    session = context.session
-    now = session.eviction
+    session, now = context.session, context.session.eviction
     if now.stride:
         raise UsageError(
             "with --stride, one policy evicts while reading and while writing",
@@ -145,38 +154,27 @@ def _change(context: Context, key: str, words: Sequence[str]) -> None:
     one, words = SETTINGS[key], [" ".join(words)] if key == "system" else words
     value: Any = one.read(one.parse_words(words), key)
     session, eviction = context.session, context.session.eviction
-    match key:
-        case "seed":
-            if (drawn := reseeded(eviction, value)) != eviction:
-                session.configure(drawn)
-            session.seed = value
-        case "policy":
-            _policy(context, value)
-        case "budget":
-            session.configure(replace(eviction, budget=read_budget(value)))
-        case "decode":
-            _decode(context, value)
-        case "reuse":
-            session.reuse = value
-            if value == "blind" and session.documents and session.evicted_for_turn != 0:
-                context.terminal.say(
-                    "what was read stays as it is; /clear reads it again, and evicts before any "
-                    "question"
-                )
-        case "overflow":
-            session.overflow = value
-        case "fidelity":
-            session.fidelity = value == "on"
-        case "check":
-            context.checks = value == "on"
-        case "encoding_errors":
-            context.errors = value
-        case "thoughts" | "quiet":
-            setattr(context.terminal, key, value)
-        case "system":
-            _system(context, value)
-        case _:
-            context.generation = replace(context.generation, **{key: value})
+    place = _places(context).get(key)
+    if place is not None:
+        setattr(*place, value == "on" if SETTINGS[key].choices == ("on", "off") else value)
+    elif key == "policy":
+        _policy(context, value)
+    elif key == "decode":
+        _decode(context, value)
+    elif key == "budget":
+        session.configure(replace(eviction, budget=read_budget(value)))
+    elif key == "system":
+        _system(context, value)
+    elif key == "seed":
+        if (drawn := reseeded(eviction, value)) != eviction:
+            session.configure(drawn)
+        session.seed = value
+    else:
+        context.generation = replace(context.generation, **{key: value})
+    if value == "blind" and session.documents and session.evicted_for_turn != 0:
+        context.terminal.say(
+            "what was read stays as it is; /clear reads it again, and evicts before any question"
+        )
     context.origins[key] = "/set"
 
 
