@@ -7,9 +7,9 @@ Ctrl-J. Enter alone sends the text before it, even if it was typed while an answ
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,65 +23,39 @@ from prompt_toolkit.completion import CompleteEvent, Completer, Completion, Path
 from prompt_toolkit.document import Document
 from prompt_toolkit.enums import DEFAULT_BUFFER
 from prompt_toolkit.filters import has_focus
-from prompt_toolkit.history import History, InMemoryHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
 from minikv.cli.failures import Terminated, ends
-from minikv.cli.paths import opened, private, write
+from minikv.cli.paths import private
 from minikv.cli.screen.keyboard import handled
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 
-ENTRIES = 1000
-"""Messages that the file keeps."""
-_LONGEST = 1 << 16  # bytes of a line; a longer message is not kept
 
-
-class HistoryFile(History):
-    """A file with a JSON string per line, which only its user may read.
-
-    prompt_toolkit's own FileHistory has another format, follows links, keeps everything and makes
-    files that others may read. Where a file cannot be read or written, the history is that of
-    this chat alone.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-
-    def load_history_strings(self) -> Iterable[str]:
-        """The newest messages, newest first."""
-        messages, lines = [], []
-        with contextlib.suppress(OSError), opened(self._path) as file:
-            lines = file.read().decode(errors="replace").split("\n")
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                entry = json.loads(line)
-                if isinstance(entry, str):
-                    messages.append(entry)
-        if len(messages) > ENTRIES:
-            del messages[:-ENTRIES]
-            with contextlib.suppress(OSError):  # another chat reads the old file or the new one
-                write(self._path.parent, self._path.name, b"".join(map(_line, messages)))
-        return reversed(messages)
+class HistoryFile(FileHistory):
+    """prompt_toolkit's file of messages. Where it cannot be written, the chat goes on without."""
 
     def store_string(self, string: str) -> None:
-        """Add a message to the file."""
-        line = _line(string)
-        if len(line) > _LONGEST:
-            return
         with contextlib.suppress(OSError):
-            private(self._path.parent)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            with open(os.open(self._path, flags, 0o600), "ab", buffering=0) as file:
-                os.fchmod(file.fileno(), 0o600)
-                file.write(line)
+            super().store_string(string)
 
 
-def _line(text: str) -> bytes:
-    return json.dumps(text).encode() + b"\n"
+def history_in(path: Path | None) -> History:
+    """The messages of a regular file that only its user may read; where there is none, and none can
+    be made, those of this chat alone."""
+    with contextlib.suppress(OSError):
+        if path is not None:
+            private(path.parent)
+            # Neither a link is followed nor a pipe waited for.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+            with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    os.fchmod(file.fileno(), 0o600)
+                    return HistoryFile(path)
+    return InMemoryHistory()
 
 
 BLOCK = '"""'
@@ -117,7 +91,7 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
     session: PromptSession[str] = PromptSession(
         terminal.writable("› "),
         output=output,
-        history=HistoryFile(history) if history else InMemoryHistory(),
+        history=history_in(history),
         completer=Commands(help),
         complete_while_typing=False,
         key_bindings=_keys(),

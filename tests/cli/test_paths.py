@@ -15,7 +15,7 @@ from typed import invoke
 from minikv.cli import paths
 from minikv.cli.saved import tier
 from minikv.cli.saved.database import new_folder
-from minikv.cli.screen.editor import HistoryFile
+from minikv.cli.screen.editor import history_in
 from minikv.errors import UsageError
 
 FILES = {
@@ -69,7 +69,7 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         lambda: invoke("config", "init"),
         lambda: invoke("config", "set", "seed", "3"),
-        lambda: HistoryFile(paths.history_file()).store_string("Who?"),
+        lambda: history_in(paths.history_file()),
         lambda: new_folder("chat"),
         lambda: tier.place({}, saved=False),
     ],

@@ -543,6 +543,7 @@ def _texts(folder: Path) -> list[Target]:
         path.write_bytes(data)
         return list(HistoryFile(path).load_history_strings())
 
+    history = b"\n# a date\n+a\n+b c\n\n# another\n+\xc3\xa9\n"
     return [
         Target(
             "minikv.toml",
@@ -553,5 +554,5 @@ def _texts(folder: Path) -> list[Target]:
             False,
         ),
         Target("records", (_json(asked) + b"\n",), items("niah_1.jsonl"), refusals, lines=True),
-        Target("history", (b'"a"\n"b c"\n"\\u00e9"\n',), typed, (), 0.3, False),
+        Target("history", (history,), typed, (), 0.3, False),
     ]

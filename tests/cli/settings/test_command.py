@@ -181,3 +181,10 @@ def test_a_wrong_model_names_the_file_that_it_is_from(
     gone = partial(replace, model="gone")
     monkeypatch.setattr(minikv.cli.chat.ask, "resumed", lambda settings, *saved: gone(settings))
     assert "error: model 'gone' not found" in invoke("ask", "Who?", "-c").stderr
+
+
+def test_an_unknown_key_of_the_file_is_unset(file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("quality = 1 # mine\nseed = 3\n")
+    assert invoke("config", "unset", "quality").exit_code == 0
+    assert file.read_text() == "seed = 3\n"
