@@ -55,21 +55,12 @@ def _copy(context: Context, arguments: list[str]) -> None:
 
 def _refresh(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
-    if arguments not in ([], ["off"]):
-        raise UsageError(
-            "/refresh takes nothing, or off", "/set reuse refresh does it for each question"
-        )
     if session.recall.place and session.reuse in ("auto", "recall"):
         terminal.say("nothing to do: every question is answered from all that was read")
         return
-    if not arguments:
-        session.refresh()
-        what = "the documents and all that was said" if session.documents else "all that was said"
-        terminal.say(f"your next question reads {what} again; /refresh off takes that back")
-        return
-    was = session.rereads
-    session.refresh(wanted=False)
-    terminal.say("your next question is read as any other" if was else "no /refresh was waiting")
+    session.refresh()
+    what = "the documents and all that was said" if session.documents else "all that was said"
+    terminal.say(f"your next question reads {what} again")
 
 
 # -- /verify and --check ---------------------------------------------------------------------
@@ -77,8 +68,6 @@ def _refresh(context: Context, arguments: list[str]) -> None:
 
 def _verify(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
-    if arguments:
-        raise UsageError("/verify takes nothing", "it writes the last answer again")
     known = session.report.against_full if session.report is not None else None
     if known is not None and known.same and not known.checked:
         terminal.say("as without eviction: nothing was evicted")
@@ -168,13 +157,7 @@ def _quoted(token: str | None) -> str:
 COMMANDS = (
     Command(("continue",), "", "write more of an answer that was cut off", _continue),
     Command(("copy",), "", "the last answer to the clipboard", _copy),
-    Command(
-        ("refresh",),
-        "[off]",
-        "read everything again with the next question",
-        _refresh,
-        follows=("off",),
-    ),
+    Command(("refresh",), "", "read everything again with the next question", _refresh),
     Command(
         ("verify",),
         "",

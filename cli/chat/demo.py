@@ -12,13 +12,11 @@ from minikv.cli.documents.text import read_file
 from minikv.cli.failures import Interrupts
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.screen import render
-from minikv.cli.screen.terminal import Terminal, window
-from minikv.cli.screen.text import folded
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted
 from minikv.settings import Generation, Settings
 
 BUDGET = "256"
-_WIDE = 88
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,16 +106,14 @@ def demo(terminal: Terminal, *, debug: bool = False) -> None:
         Keeper(terminal, active=False),
         debug=debug,
     )
-    _prose(
+    terminal.say(
         f"minikv demo: {len(STEPS)} questions about a report of {len(text.text.split()):,} words, "
-        "with the small bundled model. It takes about two minutes.",
-        terminal,
-        margin="",
+        "with the small bundled model. It takes about two minutes."
     )
     terminal.say(f"  {render.policy_line(session)}", "dim")
     for number, step in enumerate(STEPS, 1):
         terminal.say(f"\n{number} of {len(STEPS)}  {step.title}", "head")
-        _prose(step.text, terminal)
+        terminal.say(f"    {step.text}")
         if person and not _goes_on(terminal):
             return
         try:
@@ -143,12 +139,7 @@ def _run(context: Context, step: Step) -> None:
         right = answer.strip() == step.answer
         terminal.say(f"  {'Right' if right else 'Wrong'}. The document says: {step.said}")
     if step.then and right != step.fails:
-        _prose(step.then, terminal)
-
-
-def _prose(text: str, terminal: Terminal, margin: str = "  ") -> None:
-    width = min(window(terminal.err)[0], _WIDE)
-    terminal.say("\n".join(folded(margin + text, width, margin, whole=True)))
+        terminal.say(f"    {step.then}")
 
 
 def _goes_on(terminal: Terminal) -> bool:

@@ -133,17 +133,6 @@ class Config:
         name = self.aliases.get(name, name) if name else None
         return None if name == BUNDLED and not Path(name).is_dir() else name
 
-    def model_from(self, name: str | None, *, typed: bool) -> str:
-        """Where it is written which model `name` is, as the beginning of an error; "" if the user
-        typed it."""
-        found = ""
-        if not typed and "model" in self.values:
-            origin = self.values["model"].origin
-            found = f"{origin}: " if origin.startswith(PREFIX) else f"{origin}: model: "
-        if name is not None and name in self.alias_files:
-            found += f"{self.alias_files[name]}: [aliases] {clean(name)}: "
-        return found
-
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """Where each setting's value came from; `given`: parameters typed on the command line."""
         return {

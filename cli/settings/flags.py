@@ -6,11 +6,10 @@ A command is a function with a parameter `settings: Settings` (and `generation: 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -101,9 +100,6 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             _check_cwd_exists()
             known, given = context.obj or Config(), config.given(context)
             call = Call(terminal, known, given, {name: known.value(name) for name in SETTINGS})
-            origin = known.model_from(typed.get("model"), typed="model" in given)
-            if typed.get("go_on") or typed.get("resume") is not None:
-                origin = ""  # the chat says which model it is
             for name, (kind, settings) in groups.items():
                 own = {each.name for each in fields(kind)} & set(typed)
                 read = {key: typed.pop(key) for key in own}
@@ -111,8 +107,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                     read = _read(read, settings, call)
                     call.values.update(read)
                 typed[name] = kind(**read)
-            with _naming(origin):
-                run(call, **typed)
+            run(call, **typed)
 
     # A paragraph of its docstring is a line: typer would keep some of the line ends.
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
@@ -157,19 +152,6 @@ def group(help: str, *, no_args_is_help: bool = False) -> typer.Typer:
 
 Json = Annotated[bool, json_flag("one JSON object")]
 Yes = Annotated[bool, flag("--yes", "do not ask", letters=["-y"])]
-
-
-@contextlib.contextmanager
-def _naming(origin: str) -> Iterator[None]:
-    """Begin the error of a model that cannot be used with the flag or file that names it."""
-    try:
-        yield
-    except Exception as error:
-        from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
-
-        if isinstance(error, CorruptModel | ModelUnavailable | UnsupportedModel):
-            error.args = (f"{origin}{error}",)
-        raise
 
 
 def _check_cwd_exists() -> None:

@@ -94,7 +94,6 @@ def test_what_follows_the_other_commands(tab: Offers) -> None:
     assert tab("/add thes") == tab("/export thes") == ["is.txt"]
     assert tab("/add --") == ["--replace"]
     assert tab("/export --") == ["--force"]
-    assert tab("/refresh ") == ["off"]
     assert tab("/none ") == tab("/stats ") == []
 
 
