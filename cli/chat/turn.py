@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minikv.cli.documents.named import attach
@@ -21,7 +22,6 @@ from minikv.settings import Generation, Settings
 if TYPE_CHECKING:
     from minikv.chat.report import TurnReport
     from minikv.chat.session import ChatSession
-    from minikv.chat.thoughts import Say
     from minikv.chat.transcript import Turn
 
 
@@ -104,11 +104,7 @@ def run_turn(
             live.label = "scoring what was read"
         live(done, total)
 
-    def ask(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
-        return session.ask(
-            question, **asdict(generation), progress=progress, notice=notice, thinking=thinking
-        )
-
+    ask = partial(session.ask, question, **asdict(generation), progress=progress)
     return _stream(session, ask, terminal, interrupts, show=show)
 
 
@@ -116,17 +112,14 @@ def continue_turn(
     session: ChatSession, generation: Generation, terminal: Terminal, interrupts: Interrupts
 ) -> str:
     """Continue the last answer, as `run_turn` does. Returns the added text."""
-
-    def go_on(notice: Callable[[str], None], thinking: Say | None) -> Generator[str, None, None]:
-        return session.continue_answer(**asdict(generation), notice=notice, thinking=thinking)
-
     session.continuable()
+    go_on = partial(session.continue_answer, **asdict(generation))
     return _stream(session, go_on, terminal, interrupts, after=session.turns[-1].answer)
 
 
 def _stream(
     session: ChatSession,
-    write: Callable[[Callable[[str], None], Say | None], Generator[str, None, None]],
+    write: Callable[..., Generator[str, None, None]],
     terminal: Terminal,
     interrupts: Interrupts,
     *,
@@ -149,7 +142,7 @@ def _stream(
         else:
             terminal.warn(line)
 
-    answer = write(notice, thinking if show else None)
+    answer = write(notice=notice, thinking=thinking if show else None)
     with setting, interrupts.stopping(session.skip, session.cancel):
         if show and after:
             terminal.resume_answer(after)

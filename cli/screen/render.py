@@ -64,16 +64,12 @@ def by_head(rows: Sequence[Sequence[float]], width: int) -> str:
     each = -(-layers // runs)  # so that the runs are of about equal length
     for first in range(0, layers, each):
         last = min(first + each, layers)
-        label = "" if layers == 1 else f"  layers {first} to {last - 1}"
-        lines += [label] if label else []
-        cells = [
+        lines += [f"  layers {first} to {last - 1}"] * (layers > 1)
+        lines += [
             f"  {f'head {head}':<{len(f'head {heads - 1}')}} "
             + strip([rows[layer][head] for layer in range(first, last)], largest)
             for head in range(heads)
         ]
-        columns = max(1, (width + 2) // (len(cells[0]) + 2))
-        down = -(-heads // columns)  # the order goes down each column
-        lines += ["  ".join(cells[row::down]) for row in range(down)]
     return "\n".join(lines)
 
 

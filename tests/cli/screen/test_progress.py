@@ -15,10 +15,11 @@ import pyte
 import pytest
 import tiny
 from small_chat import scripted
+from typed import Tty
 
 from minikv.cli.chat.turn import record, run_turn
 from minikv.cli.failures import Interrupts
-from minikv.cli.screen.progress import Live, Loading, Thinking, duration
+from minikv.cli.screen.progress import Live, Loading, duration
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import Interrupted
 from minikv.models.checkpoint import Checkpoint
@@ -423,23 +424,12 @@ SHOWN = f"{THOUGHTS}\n\nSo it is Ada.[31m"
 FOLDED = f"thought for {len(TEXT) - 16} tokens"
 
 
-class Stream(io.StringIO):
-    """What a program writes to stdout and stderr, on a terminal or not."""
-
-    def __init__(self, tty: bool) -> None:
-        super().__init__()
-        self.tty = tty
-
-    def isatty(self) -> bool:
-        return self.tty
-
-
 def run(
     monkeypatch: pytest.MonkeyPatch, how: str, *, width: int = 0, most: int = 900, **given: Any
 ) -> tuple[str, str]:
     """What a turn writes to stdout and to stderr; on a terminal (width) to both together."""
-    out = Stream(bool(width))
-    err = out if width else Stream(tty=False)
+    out = Tty() if width else io.StringIO()
+    err = out if width else io.StringIO()
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
     monkeypatch.setenv("TERM", "xterm")
@@ -504,17 +494,3 @@ def test_a_record_has_thoughts_beside_the_answer(capsys: pytest.CaptureFixture[s
         found = record(chat.turns[0], Terminal())
         assert found.get("thoughts") == thoughts
         assert found["answer"] == text.rpartition("</think>\n\n")[2]
-
-
-def test_the_line_is_written_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stderr", Stream(tty=True))
-    monkeypatch.setenv("TERM", "xterm")
-    terminal = Terminal()
-    terminal.clock = Clock()
-    thinking = Thinking(terminal)
-    for tokens in range(1, 50):
-        thinking("a", tokens)
-    thinking.end()
-    thinking.end()
-    assert terminal.err.getvalue().count("thinking") == 1  # type: ignore[attr-defined]
-    assert terminal.err.getvalue().count("thought for 49") == 1  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,69 +234,6 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     assert out.getvalue().endswith("**plain**")
 
 
-# -- keys -----------------------------------------------------------------------------------------
-
-
-class Keys:
-    """A `Keyboard` that notes what is asked of it."""
-
-    def __init__(self, stdin: object, err: object) -> None:
-        self.said: list[str] = []
-
-    def open(self) -> None:
-        self.said.append("open")
-
-    def close(self) -> None:
-        self.said.append("close")
-
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        self.said.append("aside")
-        yield
-
-
-def test_a_chat_has_the_keyboard_until_it_ends(
-    screens: Use, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(terminal, "Keyboard", Keys)
-    screens()
-    made = Terminal()
-    with made.asking():  # nobody has the keyboard yet
-        pass
-    made.open_keyboard()
-    keys: Any = made.keyboard
-    with made.asking():
-        pass
-    made.close()
-    assert made.keyboard is None
-    made.close()
-    assert keys.said == ["open", "aside", "close"]
-    plain = Terminal(plain=True)
-    plain.open_keyboard()
-    assert plain.keyboard is None
-
-
-def test_keys_are_hidden_while_a_live_line_is_there(
-    screens: Use, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hidden: list[object] = []
-
-    @contextlib.contextmanager
-    def unechoed(stream: object) -> Iterator[None]:
-        hidden.append(stream)
-        yield
-
-    monkeypatch.setattr(terminal, "unechoed", unechoed)
-    screens()
-    with Terminal().silent():
-        assert hidden == [sys.stderr]
-    with Terminal(quiet=True).silent():
-        pass
-    assert len(hidden) == 1
-    with Terminal().answering():
-        assert hidden == [sys.stderr, sys.stdout]
-
-
 # -- streams that fail ----------------------------------------------------------------------------
 
 
@@ -485,9 +422,3 @@ def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
     _, err = screens()
     Terminal().status("é" * 30 + "世界" * 9)
     assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
-
-
-def test_a_screen_is_what_stderr_can_show(screens: Use, monkeypatch: pytest.MonkeyPatch) -> None:
-    screens()
-    monkeypatch.setenv("LINES", "30")
-    assert Terminal().screen == terminal.Screen(40, True, 30)
