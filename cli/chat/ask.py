@@ -22,7 +22,7 @@ from minikv.cli.asked import Question
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of, warn_of_toy
 from minikv.cli.documents.named import STDIN, attach, opened, read_stdin
-from minikv.cli.documents.text import Text, changes, decode, read_bytes, read_file
+from minikv.cli.documents.text import Text, changes, decode, read_bytes
 from minikv.cli.failures import Interrupts
 from minikv.cli.saved.database import LAST
 from minikv.cli.saved.keeper import Keeper
@@ -160,10 +160,8 @@ def ask(
     own = settings
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
-    if go_on and question != "-" and "-" not in files:  # the documents are in the chat
-        texts = [read_file(path, errors, loaders) for path in files]
-    else:
-        question, texts = _inputs(question, files, errors, loaders, terminal)
+    piped = "-" in (question, *files) or not (files or go_on)  # a chat has its documents
+    question, texts = _inputs(question, files, errors, loaders, terminal, piped=piped)
     interrupts = Interrupts()
     keeper, session, before = Keeper(terminal, active=go_on, asks=True), None, None
     try:
@@ -177,7 +175,7 @@ def ask(
         if go_on:
             _take_up(keeper, session, name, given, texts, terminal)
             before = session.report
-        if not ({question, *files} & {"-"} or (texts and not files)) and unread(sys.stdin):
+        if not piped and unread(sys.stdin):
             terminal.note("what is piped in was not read: `-` as a FILE reads it, too")
         if not (session.documents or session.pending):
             warn_of_toy(session, terminal, [question] if asked.question == "-" else [])
@@ -230,7 +228,13 @@ def _take_up(
 
 
 def _inputs(
-    question: str, files: Sequence[str], errors: str, loaders: Mapping[str, str], terminal: Terminal
+    question: str,
+    files: Sequence[str],
+    errors: str,
+    loaders: Mapping[str, str],
+    terminal: Terminal,
+    *,
+    piped: bool,
 ) -> tuple[str, list[Text]]:
     if question == "-":
         if "-" in files:
@@ -247,7 +251,7 @@ def _inputs(
         return re.sub(r"\r?\n\Z", "", message), named
     if files:
         return question, opened(files, errors, loaders, terminal, lambda: read_stdin(terminal))
-    if sys.stdin.isatty():
+    if not piped or sys.stdin.isatty():
         return question, []
     data = read_stdin(terminal)
     if not data:

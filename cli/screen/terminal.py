@@ -298,22 +298,16 @@ def hush() -> None:
 
 
 def window(stream: TextIO) -> tuple[int, int]:
-    """Columns (at least 20) and rows of a terminal. COLUMNS can make it narrower. COLUMNS and LINES
-    are used if the terminal does not tell its size."""
+    """Columns (at least 20) and rows of a terminal. COLUMNS can make it narrower, and is used if
+    the terminal does not tell its size."""
     try:
         width, rows = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
         width = rows = 0
-    told = _number("COLUMNS")
-    width = min(width or told, told or width) or 80
-    return max(width, 20), rows or _number("LINES") or 24
-
-
-def _number(variable: str) -> int:
-    try:
-        return max(0, int(os.environ.get(variable, "0")))
-    except ValueError:
-        return 0
+    told = os.environ.get("COLUMNS", "")
+    columns = int(told) if told.isdecimal() else 0
+    width = min(width or columns, columns or width) or 80
+    return max(width, 20), rows or 24
 
 
 def _is_tty(stream: TextIO) -> bool:

@@ -343,38 +343,28 @@ def test_a_closed_stream_is_no_terminal(streams: Use) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "size"),
+    ("told", "columns", "size"),
     [
-        ({}, (80, 24)),
-        ({"COLUMNS": "100", "LINES": "30"}, (100, 30)),
-        ({"COLUMNS": "12"}, (20, 24)),
-        ({"COLUMNS": ""}, (80, 24)),
-        ({"COLUMNS": "0"}, (80, 24)),
-        ({"COLUMNS": "x", "LINES": "-3"}, (80, 24)),
+        (None, None, (80, 24)),
+        (None, "100", (100, 24)),
+        (None, "12", (20, 24)),
+        (None, "0", (80, 24)),
+        (None, "x", (80, 24)),
+        ((90, 40), None, (90, 40)),
+        ((90, 40), "50", (50, 40)),
+        ((90, 40), "99", (90, 40)),
     ],
 )
-def test_the_window_where_the_terminal_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], size: tuple[int, int]
-) -> None:
-    for name in ("COLUMNS", "LINES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert terminal.window(io.StringIO()) == size
-
-
-@pytest.mark.parametrize(
-    ("variables", "size"),
-    [({}, (90, 40)), ({"COLUMNS": "50", "LINES": "5"}, (50, 40)), ({"COLUMNS": "99"}, (90, 40))],
-)
 def test_columns_makes_a_window_narrower_and_never_wider(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], size: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch,
+    told: tuple[int, int] | None,
+    columns: str | None,
+    size: tuple[int, int],
 ) -> None:
-    monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((90, 40)))
-    for name in ("COLUMNS", "LINES"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+    """Where the terminal says nothing, it has as many as COLUMNS."""
+    monkeypatch.setenv("COLUMNS", columns or "")
+    if told:
+        monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size(told))
     with open(os.devnull) as stream:
         assert terminal.window(stream) == size
 
