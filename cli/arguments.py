@@ -110,7 +110,7 @@ def serve(
             "--queue",
             "how many requests may wait while one is answered",
             min=0,
-            rich_help_panel=ADVANCED,
+            panel=ADVANCED,
         ),
     ] = 8,
 ) -> None:

@@ -34,10 +34,9 @@ class Question:
     go_on: Annotated[
         bool,
         flag(
-            "--continue",
+            "--continue -c",
             "ask behind the last `ask`, which is kept for that (see --remember)",
-            letters=["-c"],
-            rich_help_panel=SAVED,
+            SAVED,
         ),
     ] = False
     chat: Annotated[
@@ -45,9 +44,9 @@ class Question:
         flag(
             "--chat",
             "ask in this saved chat, and save question and answer there",
+            SAVED,
             metavar="NAME",
             autocompletion=values.saved,
-            rich_help_panel=SAVED,
         ),
     ] = None
     as_json: Annotated[
@@ -61,15 +60,13 @@ class Talk:
     "" the newest one; reread: without its cache."""
 
     files: Files = None
-    prompt: Annotated[
-        str | None, flag("--prompt", "ask this first", letters=["-p"], metavar="QUESTION")
-    ] = None
+    prompt: Annotated[str | None, flag("--prompt -p", "ask this first", metavar="QUESTION")] = None
     as_json: Annotated[
         bool,
         flag(
             "--json",
             "print a JSON object per turn, with its answer and figures; for piped questions",
-            rich_help_panel=OUTPUT,
+            OUTPUT,
         ),
     ] = False
     resume: Annotated[
@@ -86,15 +83,12 @@ class Talk:
         flag(
             "--reread",
             "with --resume: do not load the saved cache; the next question reads everything again",
-            rich_help_panel=SAVED,
+            SAVED,
         ),
     ] = False
-    no_save: Annotated[bool, flag("--no-save", "do not save this chat", rich_help_panel=SAVED)] = (
-        False
-    )
+    no_save: Annotated[bool, flag("--no-save", "do not save this chat", SAVED)] = False
     no_history: Annotated[
-        bool,
-        flag("--no-history", "do not store what is typed for later chats", rich_help_panel=SAVED),
+        bool, flag("--no-history", "do not store what is typed for later chats", SAVED)
     ] = False
 
 
@@ -108,50 +102,47 @@ class Evaluation:
     ] = None
     tasks: Annotated[
         str,
-        typer.Option(
-            help="comma-separated; default: facts; with FILEs their answers, or the ppl of texts",
+        flag(
+            "--tasks",
+            "comma-separated; default: facts; with FILEs their answers, or the ppl of texts",
             autocompletion=values.tasks,
         ),
     ] = ""
     length: Annotated[
-        str, typer.Option(help="tokens of a document; for needle a comma-separated list")
+        str, flag("--length", "tokens of a document; for needle a comma-separated list")
     ] = "2000"
-    count: Annotated[
-        int, typer.Option("--count", "-n", help="questions per task (needle: per place)")
-    ] = 40
+    count: Annotated[int, flag("--count -n", "questions per task (needle: per place)")] = 40
     questions: Annotated[
         int,
-        typer.Option(
-            help="questions of facts about each document, each asked as if it were the first",
-            rich_help_panel=ADVANCED,
+        flag(
+            "--questions",
+            "questions of facts about each document, each asked as if it were the first",
+            ADVANCED,
         ),
     ] = 1
     reuses: Annotated[
         str,
-        typer.Option(
+        flag(
             "--reuse",
-            help="what later questions of a chat are answered from, comma-separated: once (the "
+            "what later questions of a chat are answered from, comma-separated: once (the "
             "tokens kept for the first one), refresh (all that was read, after reading it again), "
             "blind (the tokens kept before any question was seen), recall (all that was read)",
-            rich_help_panel=CACHE,
+            CACHE,
         ),
     ] = "once"
     haystack: Annotated[
         Path | None,
-        typer.Option(
-            help="put the facts of needle and facts into parts of this text, each of --length "
-            "tokens: a code, a word, a name and a place"
+        flag(
+            "--haystack",
+            "put the facts of needle and facts into parts of this text, each of --length "
+            "tokens: a code, a word, a name and a place",
         ),
     ] = None
     needles: Annotated[
         list[str] | None,
-        typer.Option(
-            "--needle", help="a fact for --haystack instead: 'SENTENCE | QUESTION | ANSWER'"
-        ),
+        flag("--needle", "a fact for --haystack instead: 'SENTENCE | QUESTION | ANSWER'"),
     ] = None
-    as_json: Annotated[
-        Path | None, typer.Option("--json", help="write the results and all answers here")
-    ] = None
+    as_json: Annotated[Path | None, flag("--json", "write the results and all answers here")] = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,24 +158,21 @@ class Bench:
     ] = "all"
     shape: Annotated[
         str,
-        typer.Option(
-            help="sizes of a network with random weights: llama-3-8b, tinyllama, s, ...; auto: "
-            "llama-3-8b on a GPU, else s (160 million parameters)"
+        flag(
+            "--shape",
+            "sizes of a network with random weights: llama-3-8b, tinyllama, s, ...; auto: "
+            "llama-3-8b on a GPU, else s (160 million parameters)",
         ),
     ] = "auto"
-    length: Annotated[str, typer.Option(help="tokens of the prompt, comma-separated: 2048,8k")] = (
+    length: Annotated[str, flag("--length", "tokens of the prompt, comma-separated: 2048,8k")] = (
         "2048"
     )
-    steps: Annotated[int, typer.Option(help="decode steps of a round; 0: 32, on a GPU 128")] = 0
-    repeat: Annotated[int, typer.Option(help="rounds; in each, every system is measured once")] = 3
-    peer: Annotated[
-        bool, typer.Option("--peer/--no-peer", help="also measure transformers, if installed")
-    ] = True
+    steps: Annotated[int, flag("--steps", "decode steps of a round; 0: 32, on a GPU 128")] = 0
+    repeat: Annotated[int, flag("--repeat", "rounds; in each, every system is measured once")] = 3
+    peer: Annotated[bool, flag("--peer/--no-peer", "also measure transformers, if installed")] = (
+        True
+    )
     as_json: Annotated[
         str | None,
-        typer.Option(
-            "--json",
-            help="write a JSON object to FILE; without FILE, to stdout",
-            metavar="[FILE]",
-        ),
+        flag("--json", "write a JSON object to FILE; without FILE, to stdout", metavar="[FILE]"),
     ] = None

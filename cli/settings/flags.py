@@ -121,10 +121,10 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     return called
 
 
-def flag(name: str, help: str, **how: Any) -> Any:
-    """A flag that is not a setting. how: further arguments for typer."""
-    letters = how.pop("letters", ())
-    return typer.Option(name, *letters, help=help, **how)
+def flag(name: str, help: str, panel: str | None = None, **how: Any) -> Any:
+    """A flag that is not a setting; name: its spellings. panel: as in `Setting`. how: further
+    arguments for typer."""
+    return typer.Option(*name.split(), help=help, rich_help_panel=panel, **how)
 
 
 def json_flag(what: str) -> Any:
@@ -151,7 +151,7 @@ def group(help: str, *, no_args_is_help: bool = False) -> typer.Typer:
 
 
 Json = Annotated[bool, json_flag("one JSON object")]
-Yes = Annotated[bool, flag("--yes", "do not ask", letters=["-y"])]
+Yes = Annotated[bool, flag("--yes -y", "do not ask")]
 
 
 def _check_cwd_exists() -> None:
@@ -173,12 +173,12 @@ _OPTIONS = inspect.Parameter(
     default=None,
     annotation=Annotated[
         list[str] | None,
-        typer.Option(
+        flag(
             "-o",
+            "option of the policy; `minikv policies show NAME` lists them",
+            CACHE,
             metavar="NAME=VALUE",
-            help="option of the policy; `minikv policies show NAME` lists them",
             autocompletion=values.policy_options,
-            rich_help_panel=CACHE,
         ),
     ],
 )
@@ -189,11 +189,10 @@ def _parameter(one: Setting) -> inspect.Parameter:
     """The flag of a setting: a switch, a list of texts or a text, which `Setting.read` reads."""
     kind: Any = {bool: bool, tuple: list[str]}.get(type(one.default), str)
     word = "|".join(one.choices) or _WORDS.get(type(one.default))
-    option = typer.Option(
-        one.flag,
-        *one.letters,
-        help=one.help,
-        rich_help_panel=None if one.common else one.panel,
+    option = flag(
+        " ".join([one.flag, *one.letters]),
+        one.help,
+        None if one.common else one.panel,
         metavar=one.takes or word,
         autocompletion=values.completed(one),
     )
