@@ -1,6 +1,6 @@
 """One live line for work that takes a while: a bar, amounts, the measured rate, the time left.
 
-Without a terminal, long work has a line when it begins, and one every ten seconds.
+Without a terminal, long work has a line when it begins.
 
 rich.progress is not used: its Live hides the cursor, and a process that is killed (out of memory)
 leaves it hidden; its columns are cut when they do not fit, instead of left out, take 1.3 ms a frame
@@ -18,8 +18,6 @@ from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import cells, clean, fitting, letters
 from minikv.errors import Interrupted
 
-SELDOM = 10.0
-"""Seconds between two lines without a terminal."""
 LARGE = {"B": 256 << 20, "tok": 1_000}
 """By unit: without a terminal, a line announces work of at least this much."""
 RECENT = 30.0
@@ -37,7 +35,6 @@ class Live:
     def __init__(self, terminal: Terminal, label: str, unit: str = "tok") -> None:
         self._terminal = terminal
         self._unit = unit
-        self._told = 0.0  # when a line was written without a terminal
         self.restart(label)
 
     def restart(self, label: str, *, announced: bool = False) -> None:
@@ -54,27 +51,18 @@ class Live:
             self._done.popleft()
         if self._terminal.live:
             self._terminal.status(self._drawn(done, total), frame=True)
-        elif first:
-            self._told = now
-            if not self._announced and total >= LARGE.get(self._unit, total + 1):
-                much = size_of(total) if self._unit == "B" else f"{total:,} tokens"
-                self._terminal.note(f"{self.label}: {much}")
-        elif now - self._told >= SELDOM and done < total and total - done >= self._rate():
-            self._told = now  # and nothing for the last second
-            line = [f"{self.label}: {amounts(done, total, self._unit)}", self._left(done, total)]
-            self._terminal.note(", ".join(filter(None, line)))
+        elif first and not self._announced and total >= LARGE.get(self._unit, total + 1):
+            much = size_of(total) if self._unit == "B" else f"{total:,} tokens"
+            self._terminal.note(f"{self.label}: {much}")
 
     def _rate(self) -> float:
         (then, before), (now, done) = self._done[0], self._done[-1]
         return (done - before) / (now - then) if now > then and done > before else 0.0
 
-    def _left(self, done: int, total: int) -> str:
-        rate = self._rate()
-        return f"{duration((total - done) / rate)} left" if rate else ""
-
     def _drawn(self, done: int, total: int) -> str:
         """The line. What does not fit is left out, the rate first."""
-        rate, left = self._rate(), self._left(done, total)
+        rate = self._rate()
+        left = f"{duration((total - done) / rate)} left" if rate else ""
         count = amounts(done, total, self._unit)
         speed = f"{size_of(int(rate)) if self._unit == 'B' else f'{rate:,.0f} {self._unit}'}/s"
         spare = self._terminal.screen.width - 1 - len(self.label) - 4  # the last column would wrap

@@ -204,30 +204,6 @@ def test_work_after_other_work_has_a_rate_of_its_own(monkeypatch: pytest.MonkeyP
     assert "/s" not in screen.frames[5]
 
 
-def test_a_file_gets_a_line_every_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    for variables in ({}, {"TERM": "dumb"}):
-        screen, clock = Screen(tty=bool(variables)), Clock()
-        made = terminal(monkeypatch, screen)
-        if variables:
-            monkeypatch.setenv("TERM", "dumb")
-            made = Terminal()
-        made.clock = clock
-        loading = Loading(made)
-        for n in range(100):  # nothing for what takes less
-            clock.now += 0.09
-            loading.weights(n, 100)
-        assert screen.text == ""
-        for n in range(16):
-            clock.now += 4
-            loading.packed_weights(n << 30, 15 << 30)
-        loading.finish()
-        left = ("48 s", "36 s", "24 s", "12 s")
-        assert screen.text.splitlines() == [
-            f"packed weights: {n}.0/15.0 GiB, {more} left"
-            for n, more in zip((3, 6, 9, 12), left, strict=True)
-        ]
-
-
 def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     screen, clock = Screen(tty=False), Clock()
     loading = Loading(terminal(monkeypatch, screen, clock=clock))
@@ -238,24 +214,15 @@ def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPat
     assert screen.text.endswith("kept (--keep-packed off keeps none)\n")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "each", "lines"),
-    [
-        (999, 5.0, ["reading: 400/999 tok, 15 s left", "reading: 800/999 tok, 5.0 s left"]),
-        (1_000, 0.1, ["reading: 1,000 tokens"]),
-        (401, 5.0, []),  # less than a second is left
-        (1_200, 4.0, ["reading: 1,200 tokens", "reading: 600/1,200 tok, 12 s left"]),
-    ],
-)
-def test_a_file_gets_what_is_left_of_a_reading(
-    tokens: int, each: float, lines: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tokens", "lines"), [(999, []), (1_000, ["reading: 1,000 tokens"])])
+def test_a_file_is_told_before_a_long_reading(
+    tokens: int, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`each`: seconds for 200 tokens. The end is no line: the answer follows."""
     screen, clock = Screen(tty=False), Clock()
     live = Live(terminal(monkeypatch, screen, clock=clock), "reading")
     for done in (*range(0, tokens, 200), tokens):
         live(done, tokens)
-        clock.now += each
+        clock.now += 60
     assert screen.text.splitlines() == lines
 
 
