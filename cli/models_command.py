@@ -98,12 +98,9 @@ def pull(
     from minikv.models.hub import resolve
 
     loading = Loading(terminal)
-    terminal.status(f"looking for {name}")
-    try:
-        with terminal.silent(), Interrupts().stopping(loading.cancel):
-            source = resolve(name, revision=settings.revision, progress=loading)
-    finally:
-        loading.finish()
+    with terminal.silent(), Interrupts().stopping(loading.cancel):
+        terminal.status(f"looking for {name}")
+        source = resolve(name, revision=settings.revision, progress=loading)
     terminal.data(str(source.folder))
     repo = next((repo for repo in _cached() if repo.repo_id == name), None)
     if repo is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
@@ -115,14 +116,13 @@ def _written_again(
         if typed():
             session.cancel()
 
-    pieces = session.verify(progress=show)
-    try:
-        with interrupts.stopping(session.cancel):
-            for _ in pieces:
-                pass
-    finally:
-        pieces.close()
-        terminal.clear_status()
+    with (
+        terminal.silent(),
+        closing(session.verify(progress=show)) as pieces,
+        interrupts.stopping(session.cancel),
+    ):
+        for _ in pieces:
+            pass
     found = session.verified
     assert found is not None
     return found

@@ -93,7 +93,6 @@ def _compare(context: Context, arguments: list[str]) -> None:
                 runs.append(run(stop.session, name, question, greedy, live, stop, notice))
                 stop.session = None  # so that only one cache exists beside the chat's
     finally:
-        terminal.clear_status()
         if len(runs) > 1:  # also after Ctrl-C
             session.baseline_tok_s = runs[0].speed  # for the records of later turns
             runs = [*runs[1:], runs[0]]

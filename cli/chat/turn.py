@@ -69,12 +69,9 @@ def open_chat(
 ) -> ChatSession:
     """Load the model and attach the documents, with their warnings. Errors as `build`'s."""
     loading = Loading(terminal)
-    terminal.status("loading the model")
-    try:
-        with terminal.silent(), (interrupts or Interrupts()).stopping(loading.cancel):
-            session = build(settings, loading)
-    finally:
-        loading.finish()
+    with terminal.silent(), (interrupts or Interrupts()).stopping(loading.cancel):
+        terminal.status("loading the model")
+        session = build(settings, loading)
     session.words = terminal.words
     session.recall.say = lambda line: terminal.note(terminal.words(line))
     for note in session.facts.notes:
@@ -156,7 +153,6 @@ def _stream(
         finally:
             answer.close()
             thinking.end()
-            terminal.clear_status()
             # Also after an error, because what was written stays in the conversation.
             if show and (pieces or finished):
                 terminal.end_answer()

@@ -75,10 +75,6 @@ class Live:
                 return f"{self.label}  {bar}  {text}"
         return f"{self.label}  {count}"
 
-    def finish(self) -> None:
-        """Remove the line."""
-        self._terminal.clear_status()
-
 
 class Loading:
     """Shows how far a model is downloaded and loaded: the `Progress` of `minikv.models.load`.
@@ -120,10 +116,6 @@ class Loading:
 
     def cancel(self) -> None:
         self._cancelled = True
-
-    def finish(self) -> None:
-        """Take the line away."""
-        self._live.finish()
 
     def _report(self, phase: str, done: int, total: int) -> None:
         if self._cancelled:

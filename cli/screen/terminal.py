@@ -118,11 +118,17 @@ class Terminal:
             with unechoed(self.out), resuming(answer.disturb):
                 yield
         finally:
+            self.clear_status()
             self._answer = None
 
-    def silent(self) -> contextlib.AbstractContextManager[None]:
-        """Around work that shows a live line: keys are not echoed."""
-        return unechoed(self.err) if self.live else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Around work that shows a live line, which is removed at the end: keys are not echoed."""
+        try:
+            with unechoed(self.err) if self.live else contextlib.nullcontext():
+                yield
+        finally:
+            self.clear_status()
 
     def answer(self, piece: str) -> None:
         """Write a piece of the answer at once; newlines at its end only once more text follows."""
