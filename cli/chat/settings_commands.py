@@ -10,10 +10,10 @@ from minikv import checks
 from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import amount
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.documents.text import read_file
 from minikv.cli.screen import render
 from minikv.cli.settings import values
 from minikv.cli.settings.config import SETTINGS
+from minikv.cli.settings.flags import file_text
 from minikv.cli.settings.values import listed, read_pairs, text
 from minikv.errors import UsageError
 from minikv.settings import GONE
@@ -136,9 +136,7 @@ def _system(context: Context, given: str) -> None:
     """Change the system prompt: at once if nothing was read yet, else for the next conversation."""
     session = context.session
     if given.startswith("@"):
-        if given == "@":
-            raise UsageError("/system @ names no file")
-        given = read_file(given[1:], context.errors).text.strip()
+        given = file_text(given[1:], typed=True)
     checks.unicode("the system prompt", given)
     session.system = given.strip()
     what = "system prompt set" if session.system else "no system prompt from here on"

@@ -10,7 +10,6 @@ and 0.05 s to import.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from minikv.chat.report import amount, thought_for
 from minikv.chat.report import size as size_of
@@ -162,7 +161,10 @@ class Thinking:
         self._terminal = terminal
         self._how = "hide" if terminal.quiet else terminal.thoughts
         self._text = ""
-        self._wrap, self._flush = _wrapping(terminal)
+        if self._how == "show":
+            from minikv.cli.screen.markdown import Rows  # with rich
+
+            self._rows = Rows(terminal.screen.width - 1 if terminal.screen.rows else 1 << 30)
 
     def __call__(self, piece: str, tokens: int) -> None:
         self.tokens = tokens
@@ -170,7 +172,7 @@ class Thinking:
         if self._how == "show":
             text = (self._text + piece).rstrip("\n")
             self._text = (self._text + piece)[len(text) :]  # line ends wait for what follows
-            self._terminal.think(self._wrap(text))
+            self._terminal.think(self._rows.write(text))
             return
         self._text = (self._text + piece)[-_LAST:]
         self._terminal.status(self._line(), "dim", frame=True)
@@ -192,18 +194,7 @@ class Thinking:
         if not tokens:
             return
         if self._how == "show":
-            self._terminal.think(self._flush() + "\n")
+            self._terminal.think(self._rows.flush() + "\n")
         self._terminal.clear_status()
         if self._how != "hide":
             self._terminal.note(thought_for(tokens))
-
-
-def _wrapping(terminal: Terminal) -> tuple[Callable[[str], str], Callable[[], str]]:
-    """Functions that break text between words where stderr is a terminal, and that give what waits
-    for the end of its word."""
-    if not terminal.screen.rows:
-        return str, str
-    from minikv.cli.screen.markdown import Rows  # with rich
-
-    rows = Rows(terminal.screen.width - 1)
-    return rows.write, rows.flush

@@ -224,17 +224,17 @@ def _read(values: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -
     if "revision" in made:
         made["revision"] = made["revision"] or None
     if made.get("system", "").startswith("@"):
-        made["system"] = _file_text(made["system"][1:], typed="system" in call.given)
+        made["system"] = file_text(made["system"][1:], typed="system" in call.given)
     return made
 
 
-def _file_text(path: str, *, typed: bool) -> str:
+def file_text(path: str, *, typed: bool) -> str:
     """The text of a file; of a pipe only if the user typed its name. A configuration file may be
     anyone's, and could make minikv wait forever."""
     from minikv.cli.documents.text import read_file
 
     if not path:
-        raise UsageError("--system @ names no file")
+        raise UsageError('`system="@"` names no file')
     shown = quoted("@" + path)
     try:
         file = Path(path).expanduser()

@@ -13,7 +13,7 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import demo
-from minikv.cli.chat.turn import TOY, note_report, record, run_turn, warn_of_toy
+from minikv.cli.chat.turn import TOY, note_report, record, run_turn
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen import render
@@ -88,12 +88,6 @@ def test_the_toy_says_that_it_does_not_know_a_document(
 def test_the_toy_says_so_of_a_message_without_a_document(message: str, times: int) -> None:
     done = invoke("ask", "-", "-n", "1", "--remember", "off", input=message)
     assert done.stderr.count(TOY) == times
-
-
-def test_the_toy_says_so_of_a_question_alone(session: ChatSession) -> None:
-    terminal = screen()
-    warn_of_toy(session, terminal, [])
-    assert told(terminal).count(TOY) == 1
 
 
 def test_the_whole_sample_is_of_its_world(session: ChatSession) -> None:

@@ -27,7 +27,7 @@ from minikv.cli.documents import commands as document_commands
 from minikv.cli.main import app
 from minikv.cli.settings import config
 from minikv.cli.settings.config import SETTINGS, Config, Interface, load
-from minikv.cli.settings.flags import Call, _file_text, command
+from minikv.cli.settings.flags import Call, command, file_text
 from minikv.cli.settings.values import worded
 from minikv.errors import UsageError
 from minikv.settings import GONE, Generation, Settings
@@ -348,7 +348,7 @@ def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
     file, pipe = tmp_path / "s.txt", tmp_path / "pipe"
     file.write_text("Be brief.\n")
     os.mkfifo(pipe)
-    assert _file_text(str(file), typed=False) == "Be brief."
+    assert file_text(str(file), typed=False) == "Be brief."
     for name, says in (
         (str(pipe), "is not a regular file"),
         (str(tmp_path / "none"), "no such file"),
@@ -358,9 +358,9 @@ def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
         ("", "names no file"),
     ):
         with pytest.raises(UsageError, match=f"(?i:{says})"):
-            _file_text(name, typed=False)
+            file_text(name, typed=False)
     threading.Thread(target=pipe.write_text, args=("From a pipe.",)).start()
-    assert _file_text(str(pipe), typed=True) == "From a pipe."
+    assert file_text(str(pipe), typed=True) == "From a pipe."
 
 
 # -- minikv config --------------------------------------------------------------------------
