@@ -190,16 +190,16 @@ def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
             raise
         if debug:
             terminal.say("".join(traceback.format_exception(error)))
-        raise typer.Exit(show(terminal, error)) from None
+        raise typer.Exit(show(terminal, error).code) from None
     finally:
         terminal.close()
 
 
-def show(terminal: Terminal, error: Exception) -> int:
-    """Print the failure and return its exit code."""
+def show(terminal: Terminal, error: Exception) -> Failure:
+    """Print the failure and return it."""
     failure = explain(error, chat=terminal.chat)
     terminal.fail(failure.message, failure.hint)
-    return failure.code
+    return failure
 
 
 def _line(error: Exception, chat: bool = False) -> str:

@@ -21,7 +21,7 @@ from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
 from minikv.cli.documents.named import PipedLines, attach, opened, piped_document
 from minikv.cli.documents.text import changes
-from minikv.cli.failures import Interrupts, Terminated, explain, show
+from minikv.cli.failures import Interrupts, Terminated, show
 from minikv.cli.paths import history_file
 from minikv.cli.saved.chats import warn_of
 from minikv.cli.saved.commands import origins_of, summary
@@ -190,15 +190,11 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 # The session is as it was, or has what was written; the chat continues.
                 if context.debug:
                     terminal.say("".join(traceback.format_exception(error)))
-                code = show(terminal, error)
+                failure = show(terminal, error)
                 if terminal.records and not command and session.report is report:
-                    failed = {
-                        "question": literal,
-                        "error": explain(error, chat=True).message,
-                        "code": code,
-                    }
-                    terminal.data(json.dumps(failed))
-                first_failure = first_failure or code
+                    said = {"error": failure.message, "code": failure.code}
+                    terminal.data(json.dumps({"question": literal, **said}))
+                first_failure = first_failure or failure.code
                 if isinstance(error, ContextError) and session.pending:
                     terminal.say(
                         "  the documents still wait for your next question; /docs numbers them, "

@@ -203,15 +203,13 @@ def _parameter(one: Setting) -> inspect.Parameter:
 _WORDS: Mapping[type, str] = {int: "N", float: "N", str: "TEXT", tuple: "TEXT"}
 
 
-def _read(values: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -> dict[str, Any]:
+def _read(typed: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -> dict[str, Any]:
     """The values of the fields: a text is parsed, an alias becomes its model, @FILE its text, -o a
     mapping. Raises UsageError."""
-    from minikv.cli.settings.values import read_pairs
-
     made: dict[str, Any] = {}
-    for name, value in values.items():
+    for name, value in typed.items():
         if name == "options":
-            made[name] = read_pairs(value or [])
+            made[name] = values.read_pairs(value or [])
         elif isinstance(value, str):
             made[name] = known[name].read(known[name].parse(value), known[name].flag)
         elif name == "stop":
