@@ -112,7 +112,7 @@ def _written_again(
     """What `ChatSession.verify` finds. typed: whether to stop."""
 
     def show(done: int, total: int) -> None:
-        terminal.status(f"checking  {done:,} of {amount(total, 'token')}", frame=True)
+        terminal.frame(lambda: f"checking  {done:,} of {amount(total, 'token')}")
         if typed():
             session.cancel()
 

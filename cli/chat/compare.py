@@ -105,7 +105,7 @@ def _live(terminal: Terminal, name: str) -> Show:
 
     def show(done: int, total: int, written: int) -> None:
         if written:
-            terminal.status(f"{name}: writing  {written:,}", frame=True)
+            terminal.frame(lambda: f"{name}: writing  {written:,}")
         else:
             reading(done, total)
 

@@ -49,7 +49,7 @@ class Live:
         while now - self._done[0][0] > RECENT:
             self._done.popleft()
         if self._terminal.live:
-            self._terminal.status(self._drawn(done, total), frame=True)
+            self._terminal.frame(lambda: self._drawn(done, total))
         elif first and not self._announced and total >= LARGE.get(self._unit, total + 1):
             much = size_of(total) if self._unit == "B" else f"{total:,} tokens"
             self._terminal.note(f"{self.label}: {much}")
@@ -175,7 +175,7 @@ class Thinking:
             self._terminal.think(self._rows.write(text))
             return
         self._text = (self._text + piece)[-_LAST:]
-        self._terminal.status(self._line(), "dim", frame=True)
+        self._terminal.frame(self._line, "dim")
 
     def _line(self) -> str:
         """The live line: as much of the end of the thoughts as fits."""

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import termios
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, TextIO
@@ -239,14 +239,17 @@ class Terminal:
     def _styled(self, text: str, style: str) -> str:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self.colour else text
 
-    def status(self, text: str, style: str = "", *, frame: bool = False) -> None:
-        """Replace the live line. Without a terminal this does nothing. frame: this is one of many,
-        of which ten a second are shown."""
-        now = self.clock()
-        if self.live and not (frame and self._status and now - self._drawn < FRAME):
+    def status(self, text: str, style: str = "") -> None:
+        """Replace the live line. Without a terminal this does nothing."""
+        if self.live:
             line = "".join(fitting(letters(self.writable(text)), window(self.err)[0] - 1))
             self._write(self.err, f"\r\x1b[K{self._styled(line, style)}")
-            self._status, self._drawn = True, now
+            self._status, self._drawn = True, self.clock()
+
+    def frame(self, drawn: Callable[[], str], style: str = "") -> None:
+        """Replace the live line by one of many, of which ten a second are drawn."""
+        if self.live and not (self._status and self.clock() - self._drawn < FRAME):
+            self.status(drawn(), style)
 
     def clear_status(self) -> None:
         """Remove the live line."""
