@@ -231,13 +231,13 @@ def test_memory_that_is_short_makes_the_tier_a_file(
     session.recall.say, session.recall.where = said.append, lambda: Place(tmp_path / "tier.kv")
     session.attach(MILL)
     say(session, "Who?")
-    assert said[0].startswith("tier: a file, ")
+    assert " in a file (the tier): " in said[0]
     assert "1,000 B are free" in said[0]
     session.reset()
     free[0] = 1 << 30
     session.attach(MILL)
     say(session, "Who?")
-    assert said[1].startswith("tier: RAM, ")
+    assert " in RAM (the tier): " in said[1]
     free[0] = 0
     session.attach(RIVER * 3)
     say(session, "Why?")

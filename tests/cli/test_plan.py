@@ -635,7 +635,7 @@ def test_policies_decode_and_options_are_the_users() -> None:
     assert two["reading"] > one["reading"]
     ada = {"policy": "adakv", "budget": "600"}
     wide = rows(decode="scissorhands", options={"window": "512"}, **ada)[0]
-    assert wide["writing"] > 1.2 * rows(decode="none", max_tokens=1, **ada)[0]["writing"]
+    assert wide["writing"] > 1.1 * rows(decode="none", max_tokens=1, **ada)[0]["writing"]
 
 
 @pytest.mark.parametrize(
