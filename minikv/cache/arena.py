@@ -2,11 +2,11 @@
 together.
 
 Every (layer, head) owns a contiguous segment of `capacity` rows, of which the first `length` are in
-use. The segments of a layer lie side by side in the layer's region. Keys are stored rotated, so the
+use. The segments of a layer are adjacent in the layer's region. Keys are stored rotated, so the
 order of rows is free; the column `pos` has each row's position. A row that was evicted and is not
 yet overwritten is the head's free slot: `length` counts it, but it is no longer held.
 
-An arena never changes its size in place. `fresh`, `sharing`, `grown` and `unpack` make another one,
+An arena never resizes in place. `fresh`, `sharing`, `grown` and `unpack` make another one,
 and the old one stays valid.
 """
 
@@ -73,9 +73,9 @@ class Arena:
         filled: int | None = None,
     ) -> None:
         """dtype: the network's. kv: the dtype that k and v are stored in: `dtype` (the default) or
-        int8. extra: dtypes of the policies' columns. rows: how many rows each layer's region has;
-        none by default. filled: how many of all rows will soon be written; all by default. If they
-        are fewer than half, memory is not in large pages, where unused rows would take some, too.
+        int8. extra: dtypes of the policies' columns. rows: the size of each layer's region; none by
+        default. filled: how many of all rows will be written soon; all by default. If that is less
+        than half, the memory is not in large pages, which unused rows would also occupy.
 
         `poison` fills new memory with NaN, so that a test sees any read of an unwritten row.
         """
@@ -137,10 +137,10 @@ class Arena:
             found[some] = kernels.from_codes(codes[index[some]], scale[index[some]], self.dtype)
         return found
 
-    def declare(self, extra: Mapping[str, torch.dtype], *, anew: Collection[str] = ()) -> None:
-        """Make the policies' columns exactly `extra`. New columns, and those in `anew`, start at
+    def declare(self, extra: Mapping[str, torch.dtype], *, clear: Collection[str] = ()) -> None:
+        """Make the policies' columns exactly `extra`. New columns, and those in `clear`, start at
         zero; the others keep their values. If memory runs out, nothing changes."""
-        stays = [name for name in extra if name not in anew]
+        stays = [name for name in extra if name not in clear]
         columns = {name: c for name, c in self.columns.items() if name in _CORE or name in stays}
         for name, dtype in extra.items():
             if name not in columns:
@@ -235,8 +235,8 @@ class Arena:
             self.columns[name].index_copy_(0, into, column.index_select(0, rows))
 
     def take(self, other: Arena) -> bool:
-        """Copy the rows and tables of `other` into the memory of this arena. Returns False, with
-        nothing changed, if the two differ in regions, columns or dtypes. `other` may share columns
+        """Copy the rows and tables of `other` into the memory of this arena. Changes nothing and
+        returns False if the two differ in regions, columns or dtypes. `other` may share columns
         with this arena."""
         mine, theirs = self.columns, other.columns
         alike = self.region == other.region and mine.keys() == theirs.keys()
@@ -272,7 +272,7 @@ class Arena:
 
         A free slot is not live. Padding points at the head's last row, or, if the head has no row,
         at one that may never have been written. N is `most`. By default it is the longest length,
-        for which this waits for the device.
+        and finding that waits for the device.
         """
         if most is None:
             most = int(self.length[layer].max())
@@ -281,7 +281,7 @@ class Arena:
         return index, live
 
     def count_from(self, layer: int, position: int) -> Tensor:
-        """int64 []: how many rows a layer's heads hold at this position and later ones."""
+        """int64 []: how many rows a layer's heads hold from this position on."""
         begin, end = self.region[layer], self.region[layer + 1]
         row = torch.arange(begin, end, device=self.device)
         start, free_slot = self.start[layer][:, None], self.free_slot[layer][:, None]
@@ -289,7 +289,7 @@ class Arena:
         return (mine & (self.columns["pos"][begin:end] >= position)).sum()
 
     def cut(self, position: int) -> None:
-        """Forget the rows at `position` and later ones, in place; the others move to the front of
+        """Forget the rows from `position` on, in place; the others move to the front of
         their segments. Waits for the device."""
         for layer in range(self.layers):
             index, live = self.index(layer)

@@ -14,22 +14,22 @@ from minikv.kernels.dispatch import Kernels
 class Attend(Protocol):
     """What a network sees of the KV cache.
 
-    A forward of T tokens visits every layer once, in order. Inside a layer the network may hand
-    over its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
+    A forward pass of T tokens visits every layer once, in order. Inside a layer the network may
+    pass its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
     everything seen before it and causally to itself. `advance(T)` ends the forward.
 
     Three members are optional, and each is a function or None. `watch`: the network calls it before
     each `attend` of a prompt, with the layer's normed input [t, hidden]. `attend_unrotated`:
     `attend` for a single token that also rotates its query and key (`DecodeStep.attend_unrotated`).
-    `step_arena`: for a single token, called before the first layer. It returns what a kernel needs
-    that computes all layers at once (`DecodeStep.step_arena`), and then the network does not call
-    `attend`; or it returns None.
+    `step_arena`: for a single token, called before the first layer. If one kernel can compute all
+    layers at once, it returns that kernel's argument (`DecodeStep.step_arena`), and the network
+    does not call `attend`. Otherwise it returns None.
     """
 
     @property
     def position(self) -> int | Tensor:
-        """Tokens already seen: the rotary position of the next one. An int64 [] tensor on the
-        device where no value may be read back."""
+        """Tokens already seen: the rotary position of the next one. If no value may be read back,
+        an int64 [] tensor on the device."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Reads a prompt in blocks. After each block the step policy evicts until every head is at its cap.
 
 This is how the papers of step policies read a prompt (RoCo's evict-and-encode, arXiv 2402.06262,
-section 4.3; HashEvict, arXiv 2412.16187, section 3). Later tokens attend only to the rows that are
-left, so the result is an approximation; in return no layer's keys are ever held in full.
+section 4.3; HashEvict, arXiv 2412.16187, section 3). Later tokens attend only to the remaining
+rows, so the result is an approximation; in return no layer's keys are ever held in full.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from minikv.policies.selection import order_of
 
 
 class BlockPrefill:
-    """Has the methods of `Prefill`, and works on `cap` + `stride` rows per head of one layer.
+    """Has the methods of `Prefill`. Needs memory for `cap` + `stride` rows per head of one layer.
 
-    Blocks begin at multiples of `stride` in the prompt, and so must the chunks that the network
-    hands over: `stride` divides the length of each but the last.
+    Blocks begin at multiples of `stride` in the prompt. The network's chunks must begin there too:
+    `stride` divides the length of each but the last.
     """
 
     def __init__(self, setup: Setup, plan: Plan, arena: Arena, target: Arena) -> None:
@@ -41,11 +41,11 @@ class BlockPrefill:
         self._ops, self._dtype, self.shape = setup.ops, setup.dtype, setup.shape
         self.plan, self.arena, self.target = plan, arena, target
         self.step, self.cap, self.stride = rules.step.for_prefill(), plan.rows, rules.stride
-        self._front: int  # rows before those of the block
+        self._front: int  # rows before the block
         self._columns: dict[str, Tensor] = {}
-        self._count: Tensor  # int64 [H]: how many first rows a head holds
-        self._added = 0  # rows of the block that each head holds beside them
-        self._most = 0  # no head holds more rows
+        self._count: Tensor  # int64 [H]: rows that each head holds before the block
+        self._added = 0  # rows of the block that each head holds after these
+        self._most = 0  # an upper bound for the rows of a head
         self._done = plan.tokens
         self._positions = torch.arange(plan.position, plan.end, device=arena.device)
         self._heads = torch.arange(self.shape.kv_heads, device=arena.device)
@@ -76,14 +76,14 @@ class BlockPrefill:
         return torch.cat(mixed)
 
     def finish(self, layer: int) -> None:
-        """The layer is complete: write the rows that are left to the target."""
+        """The layer is complete: write the remaining rows to the target."""
         target, columns = self.target, self._columns
         pos = columns["pos"]
         staged = target.stored(self._ops, columns["k"], columns["v"])
         extra = {name: columns[name] for name in self.step.columns}
         room = Room(floor=self.cap, spare=self.plan.spare)
         keep, window = pos >= 0, self.shape.windows[layer]
-        if window is not None:  # drop what the next token no longer sees, as the full cache does
+        if window is not None:  # drop rows that slid out, as the full cache does
             keep &= pos > self.plan.end - window
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, unordered=0)
 
@@ -109,7 +109,7 @@ class BlockPrefill:
             self._columns[name][:, :most] = arena.read(self._ops, name, index)
         for name in self.step.columns:
             self._columns[name][:, :most] = arena.columns[name][index]
-        # Columns that are computed from keys may be missing: another policy may have been in force.
+        # The columns computed from keys may be missing if another policy was set before.
         self._note_keys(layer, slice(0, most))
         pos = self._columns["pos"]
         pos[:, :most] = held
@@ -121,8 +121,8 @@ class BlockPrefill:
             self._columns[name][:, rows] = values[0]
 
     def _move(self, found: tuple[Tensor, Tensor]) -> None:
-        """Move the rows that stay, which `survivors` found, to the front. Behind them positions are
-        -1, the policy's columns 0, and keys and values have any values."""
+        """Move the rows that stay, which `survivors` found, to the front. In the rows after them,
+        positions are -1, the policy's columns 0, and keys and values undefined."""
         (index, count), columns = found, self._columns
         rows = columns["pos"].shape[1]
         gone = torch.arange(rows, device=index.device) >= count[:, None]
@@ -141,7 +141,7 @@ class BlockPrefill:
         query = q.view(rows, heads, -1, shape.head_dim).permute(1, 2, 0, 3)  # [H, G, t, D]
         key = k.transpose(0, 1)
         window = shape.windows[layer]
-        if window is not None:  # drop what the block's first token no longer sees
+        if window is not None:  # drop rows that the block's first token no longer sees
             columns["pos"].masked_fill_(columns["pos"] <= first - window, -1)
         if step.evict_first:
             self._evict(layer, first, rows, None, query, key)
@@ -160,7 +160,7 @@ class BlockPrefill:
         return mixed.permute(2, 0, 1, 3).reshape(rows, shape.heads, -1)
 
     def _learn(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> Tensor:
-        """Update the policy's columns: every query counts as one step for the rows that it sees.
+        """Update the policy's columns. Every query counts as one step for the rows that it sees.
         Returns the attention that the last query gave each row, float32 [H, N]."""
         step, wide = self.step, self._front + self.stride
         end = self._front + len(at)
@@ -200,8 +200,8 @@ class BlockPrefill:
             stays &= ~self._leaving(layer, live - (limit - added), position, attention, query, key)
             self._most = limit
         found = self._ops.survivors(stays, pos[:, :0])
-        # A GPU would make the host wait.
-        if pos.device.type == "cpu":  # pragma: no branch - the other one is that of a GPU
+        # On a GPU this check would make the host wait.
+        if pos.device.type == "cpu":  # pragma: no branch - a GPU skips it
             assert bool((found[1] <= limit).all()), "too few rows may leave"
         self._move(found)
 

@@ -26,8 +26,8 @@ class Budget:
     """`value` in `unit`: "rows" (the mean per KV head and layer), "share" (of all tokens read when
     the first prompt under this budget ends), "bytes" (of all layers and heads together) or "auto".
 
-    Rows are counted right after eviction, sinks and observation window included. Under "auto" each
-    prompt decides (see `minikv.chat.fitting`): `value` is 0 while everything stays, then rows.
+    Rows are counted right after eviction, sinks and observation window included. "auto" is decided
+    for each prompt (see `minikv.chat.fitting`): `value` is 0 while everything stays, then rows.
     """
 
     unit: str
@@ -67,7 +67,7 @@ class Budget:
 
     @staticmethod
     def size(text: str) -> int | None:
-        """Bytes of a size such as "20GiB"; None if the text is none."""
+        """Bytes of a size such as "20GiB"; None if the text is not a size."""
         try:
             found = Budget.parse(text)
         except UsageError:
@@ -76,7 +76,7 @@ class Budget:
 
     @property
     def everything(self) -> bool:
-        """Whether "auto" has found nothing that must go."""
+        """Whether "auto" has decided that nothing must be evicted."""
         return self.unit == "auto" and not self.value
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """Copies the rows of a layer that survive a prompt to their places in the target arena.
 
-Only the device knows how many rows each head keeps. So it lays out the segments, and nothing is
-read back.
+Only the device knows how many rows each head keeps. So the device lays out the segments, and
+nothing is read back.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from minikv.policies.selection import order_of
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How many rows a layer's heads may keep and own, as `lay_out` takes it.
+    """How many rows a layer's heads may keep and own: arguments of the kernel `lay_out`.
 
-    total: the sum of the heads' caps, which are what the heads hold, raised evenly (-1: each cap is
-    what the head holds, but at least `floor`). spare: rows that a head owns above its cap. all:
-    rows that the heads own together, raised evenly (-1: only caps and spare rows)."""
+    total: the sum of the heads' caps. A cap is the number of rows that the head holds, and the rest
+    of `total` is divided evenly (-1: no rest; each cap is at least `floor`). spare: rows that a
+    head owns above its cap. all: rows that the heads own together, with the rest divided evenly
+    (-1: only caps and spare rows)."""
 
     floor: int = 0
     total: int = -1
@@ -44,13 +45,13 @@ def gather_survivors(
     unordered: int | None = None,
     order: Tensor | None = None,
 ) -> None:
-    """Copy the kept rows, ascending by position, into segments side by side.
+    """Copy the kept rows, ascending by position, into adjacent segments.
 
     keep bool and pos int64 [H, N]: the rows of earlier turns, then the T of the prompt. staged: the
     prompt's rows, as `Arena.stored` makes them of keys and values [H, T, D]. extra: the policies'
     columns [H, N]. earlier: the arena that holds the rows of earlier turns, and their indices in
-    it, int64 [H, N - T]. unordered: how many of the first rows are in any order; by default those
-    of earlier turns. order int64 [H, unordered]: these by position, if that is known.
+    it, int64 [H, N - T]. unordered: how many of the first rows are in no particular order; by
+    default those of earlier turns. order int64 [H, unordered]: their order by position, if known.
     """
     begin = target.region[layer]
     most = min(keep.shape[1], target.region[layer + 1] - begin)
@@ -88,7 +89,7 @@ def append_rows(
 ) -> None:
     """Write a prompt's rows after those of earlier turns, which stay where they are.
 
-    As `gather_survivors`, for a target that shares its memory with the arena before the prompt.
+    Like `gather_survivors`, for a target that shares its memory with the arena before the prompt.
     Every head holds the first N - T rows of `pos`, in this order. caps int64 [H]: the new caps.
     """
     heads, tokens = staged["k"].shape[:2]
@@ -117,7 +118,7 @@ def _move(
     target: Arena,
     most: int,
 ) -> None:
-    """Move columns [H, N] into the target's. Scales and the policies' columns move apart from each
-    other, so that there are only two sets of dtypes to compile a kernel for."""
+    """Move columns [H, N] into the target's. Scales and the policies' columns move in separate
+    calls, so that a kernel is compiled for only two sets of dtypes."""
     to = [target.columns[name] for name in columns]
     ops.gather_columns(*lists, [*columns.values()], to, most)

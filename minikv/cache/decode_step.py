@@ -1,5 +1,5 @@
 """One decode step: every head gets a row for the new token, the token's query attends, and a head
-that is over its cap gives up a row.
+that is over its cap loses a row.
 
     attend   before the first layer, a policy that evicts before attention chooses its victims (in
              each layer, if it needs the query); in each layer, the new row is written in every
@@ -10,8 +10,8 @@ that is over its cap gives up a row.
 `Kernels.layers` may do `attend` in all layers at once (`step_arena`). `Eviction` chooses the rows.
 
 The row of a token belongs to no head before `end`. So under a policy that evicts after attention, a
-step that is not ended leaves nothing behind, and may be begun before its token is known to belong
-to the answer. A step that fails may have changed rows: its cache must be dropped.
+step that is not ended has no effect, and may begin before its token is known to belong to the
+answer. A step that fails may have changed rows: its cache must be dropped.
 
 No shape depends on a value on the device, and a captured step reads nothing from it.
 """
@@ -31,10 +31,10 @@ from minikv.policies.base import StepPolicy
 
 class DecodeStep:
     """`Attend` for one token at a time over an arena. Call `open`; for each token, the network's
-    forward and then `end`; and finally `close`.
+    forward pass and then `end`; finally `close`.
 
-    compiled and key: what kernels are compiled for, and what a captured step holds fixed. Each
-    changes whenever something of it does.
+    compiled: identifies everything that kernels are compiled for. key: identifies everything that a
+    captured step assumes. Each changes when any of that changes.
     """
 
     def __init__(self, shape: Shape, device: torch.device, ops: Kernels | None = None) -> None:
@@ -62,13 +62,13 @@ class DecodeStep:
         leaves_last: Tensor | None = None,
         captured: bool = False,
     ) -> None:
-        """Get ready for steps over `arena`: every head has room for a row, none is over its cap.
+        """Prepare for steps over `arena`, in which every head has room for a row and none is over
+        its cap.
 
         position: tokens counted so far; positions below `pinned` never leave; `leaves_last` bool
         [R]: rows that leave after all others. captured: no step may read a value from the device,
-        and addresses stay where they are. Allocates the memory that steps need. Raises what torch
-        raises, and then this stays closed. `key` changes whenever something changes that a captured
-        step holds fixed, and `compiled` with it where kernels are compiled anew.
+        and addresses do not change. Allocates the memory that steps need. If torch raises an error,
+        this stays closed.
         """
         step = self.eviction
         step.open(arena, policy, position, pinned, leaves_last, captured=captured)
@@ -107,9 +107,9 @@ class DecodeStep:
         return self._attend(layer, qkv, (cos, sin))
 
     def step_arena(self) -> object | None:
-        """In place of `attend` and `attend_unrotated` in every layer: the arena in the form that
-        `ops.layers` takes. None if there is no such kernel, or if the policy does something in each
-        layer that this kernel cannot do; then nothing was done."""
+        """Used instead of `attend` and `attend_unrotated` in every layer: returns the arena in the
+        form that `ops.layers` takes. None, without any effect, if there is no such kernel, or if
+        the policy does something in each layer that the kernel cannot do."""
         rule, eviction = self._by_query, self.eviction
         if self.ops.step_arena is None or (rule and rule.name not in self.ops.append_evict):
             return None
@@ -135,7 +135,7 @@ class DecodeStep:
 
     @property
     def _by_query(self) -> StepPolicy | None:
-        """The policy, if it chooses in each layer by the query."""
+        """The policy, if it uses the query of each layer to choose."""
         policy = self.eviction.policy
         return policy if policy is not None and policy.needs_query else None
 

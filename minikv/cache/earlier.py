@@ -1,4 +1,5 @@
-"""The rows of one layer that earlier turns have left, as a later prompt attends to them."""
+"""The rows of one layer that remain from earlier turns, in the form in which a later prompt attends
+to them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ class EarlierRows:
     index int64 [H, N]: their indices in the arena.
     live bool [H, N]: those that are held.
     pos int64 [H, N]: their positions, -1 where not live.
-    key and value: [H, N, D]; if `listed`, the arena's whole columns [R, D], which `index` points
-        into.
+    key and value: [H, N, D]; if `listed`, the arena's whole columns [R, D], into which `index`
+        points.
     rows: keys and values [R, D] and positions [R]; segments: start, length and free slot [H] of
         each head in these.
     even: all heads have N rows and no free slot.

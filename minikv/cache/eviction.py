@@ -1,8 +1,8 @@
-"""Which rows leave the heads of an arena while an answer is written, by the scores of its step
+"""Decides which rows leave an arena while an answer is written, by the scores of its step
 policy.
 
-A policy that evicts one row at a time leaves a free slot, which the next row takes. One that evicts
-several at once (`StepPolicy.block`) leaves gaps, which the head's last rows fill.
+A policy that evicts one row at a time leaves a free slot for the next row. One that evicts several
+at once (`StepPolicy.block`) leaves gaps, which the head's last rows fill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepPolicy, StepView
 
 _ENDLESS = 1 << 40  # above every position, and the window of a layer that sees all rows
-_MULTIPLE = 256  # a graph's width is a multiple, so that small changes of caps do not change it
+_MULTIPLE = 256  # a graph's width is a multiple, so that it survives small changes of caps
 _AT_ONCE = 1 << 20  # rows, with padding, whose statistics and scores are computed at once
 
 
@@ -41,15 +41,15 @@ class Heads:
 
 
 class Eviction:
-    """The heads of an arena while an answer is written: where each new row goes, and which leaves.
+    """Decides for each head where its new row goes, and which row leaves.
 
     count int64 [L, H]: rows in use, the new one included; slot int64 [L, H]: the new row, an index
     into the columns; position int64 []: tokens counted; window int64 [L]: how many rows each
-    layer's queries see; oldest_seen [L]: the oldest of these; width: no head has more rows. pinned,
-    leaves_last, captured: see `DecodeStep.open`; shown int32 [R]: with leaves_last, positions as
-    the policy sees them. scratch: the step's logits float32 [L, H, G, width] and their log-sum-exps
-    [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. due: whether a head
-    may have to evict at the end of the step.
+    layer's queries see; oldest_seen [L]: the oldest of these; width: the most rows of a head.
+    pinned, leaves_last, captured: see `DecodeStep.open`; shown int32 [R]: with leaves_last,
+    positions as the policy sees them. scratch: the step's logits float32 [L, H, G, width] and their
+    log-sum-exps [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. due:
+    whether a head may have to evict at the end of the step.
     """
 
     arena: Arena
@@ -91,14 +91,14 @@ class Eviction:
         self.arena, self.policy, self.pinned, self.captured = arena, policy, pinned, captured
         with torch.inference_mode(False):
             self._make_scratch(arena, policy)
-            # A graph holds addresses, so what it reads must stay at the same address.
+            # A graph contains addresses, so the tensors that it reads must not move.
             shown = None if leaves_last is None else torch.zeros_like(arena.columns["pos"])
             self.leaves_last = _in_place(self.leaves_last, leaves_last)
             self.shown = _in_place(self.shown, shown)
             self.quota = _in_place(self.quota, None if policy is None else policy.quota(arena.cap))
         self.position.fill_(position)
         self.due, self._due_from, self._kept = True, position, None
-        # A new row goes to its head's free slot, else behind its last row.
+        # A new row goes to its head's free slot, or after its last row if there is none.
         free = arena.free_slot
         grows = free < 0
         self.slot.copy_(torch.where(grows, arena.start + arena.length, free))
@@ -108,7 +108,7 @@ class Eviction:
         self._find_oldest()
 
     def _make_scratch(self, arena: Arena, policy: StepPolicy | None) -> None:
-        """Choose the width, and make room for the logits of all heads if the policy reads them."""
+        """Choose the width, and allocate the logits of all heads if the policy reads them."""
         reads = policy is not None and not policy.evict_first
         assert policy is None or reads or policy.block == 1, "one row at a time before attention"
         most = arena.capacity if policy is None else arena.cap + (policy.block if reads else 0)
@@ -120,7 +120,7 @@ class Eviction:
         if not reads:
             self.scratch = ()
         elif not self.scratch or self.scratch[0].shape != (*sides, self.width):
-            exact = torch.float32  # whatever torch's default is
+            exact = torch.float32  # even if torch's default is another
             sizes = (*sides, self.width), sides
             self.scratch = tuple(torch.empty(n, dtype=exact, device=self.device) for n in sizes)
 
@@ -133,7 +133,8 @@ class Eviction:
 
     @property
     def held(self) -> list[Tensor]:
-        """What `open` allocated, at addresses that stay while steps are captured."""
+        """The tensors that `open` allocated, whose addresses do not change while steps are
+        captured."""
         found = (*self.scratch, self.leaves_last, self.shown, self.quota)
         return [one for one in found if one is not None]
 
@@ -153,8 +154,8 @@ class Eviction:
         """Whether a head has to evict at the end of the step under way, after which `position`
         tokens are counted. Always, if heads evict one row at a time.
 
-        A head grows by a row a step at most, so the device is asked, and waited for, only when the
-        head that had the most rows can be full again.
+        A head grows by at most one row per step. So this waits for the device only when the head
+        with the most rows may be full again.
         """
         block = 1 if self.policy is None else self.policy.block
         if block == 1 or position < self._due_from:
@@ -166,8 +167,8 @@ class Eviction:
     # -- a step -------------------------------------------------------------------------------
 
     def before_attention(self) -> None:
-        """Before the first layer: a policy that evicts first, but does not need the query for that,
-        chooses the row that leaves each full head. The new row takes its place."""
+        """Before the first layer: a policy that evicts first, without needing the query, chooses
+        the row that leaves each full head. The new row overwrites it."""
         arena, policy = self.arena, self.policy
         if policy is None or not policy.evict_first:
             return
@@ -181,8 +182,8 @@ class Eviction:
             torch.where(arena.free_slot >= 0, arena.free_slot, self.slot, out=self.slot)
 
     def by_query(self, policy: StepPolicy, layer: int, query: Tensor, key: Tensor) -> None:
-        """The same in one layer, under a policy that needs the query. query [H, G, D]; key [H, D]:
-        of the new row."""
+        """Like `before_attention`, in one layer, for a policy that needs the query. query [H, G,
+        D]; key [H, D]: of the new row."""
         if self._none(self._full[layer]):
             return
         heads = self._heads_of(slice(layer, layer + 1), self.arena.length)
@@ -250,7 +251,7 @@ class Eviction:
             torch.sub(self.position, self.window, out=self.oldest_seen).add_(1)
 
     def _none(self, heads: Tensor) -> bool:
-        """Whether it is known without waiting that none of these is set."""
+        """Whether none of these is set, if that is known without waiting for the device."""
         return self.readable and not bool(heads.any())
 
     def _update(self, policy: StepPolicy, heads: Heads, p: Tensor) -> None:
@@ -259,7 +260,7 @@ class Eviction:
             return
         arena, part = self.arena, heads.layers
         first, end = arena.region[part.start], arena.region[part.stop]
-        # Padding is written to an extra row behind the last one.
+        # Padding is written to an extra row after the last one.
         place = torch.where(heads.live, heads.index - first, end - first).flatten()
 
         def by_row(values: Tensor) -> Tensor:
@@ -291,7 +292,7 @@ class Eviction:
             return arena.columns[name].index_select(0, flat).view(index.shape)
 
         pos = self.positions.index_select(0, flat).view(index.shape).to(torch.int64)
-        hidden = ~heads.live | (pos < self.pinned) | ~over[:, None]  # others give up nothing
+        hidden = ~heads.live | (pos < self.pinned) | ~over[:, None]  # other heads lose nothing
         pos = pos.masked_fill(hidden, -1)
         view = StepView(
             position,
@@ -319,8 +320,8 @@ class Eviction:
         count -= gone.sum(1)
 
     def _show(self, policy: StepPolicy, length: Tensor) -> None:
-        """Update the positions that the policy sees: rows that leave last are hidden, while there
-        are enough others. length int64 [L, H]: the rows in use."""
+        """Update the positions that the policy sees. Rows that should leave last are hidden as long
+        as enough others remain. length int64 [L, H]: the rows in use."""
         if self.leaves_last is None or self.shown is None:
             return
         least = policy.sinks + policy.recent + policy.block
@@ -367,7 +368,7 @@ class Eviction:
             yield self._heads_of(slice(lo, min(lo + many, layers)), length)
 
     def _heads_of(self, part: slice, length: Tensor) -> Heads:
-        """The heads of some layers. If these are all, the result is kept while no head grows."""
+        """The heads of some layers. For all layers, the result is cached while no head grows."""
         whole = self.readable and part.stop - part.start == len(length)
         if whole and self._kept is not None and torch.equal(self._kept.length, length):
             return self._kept
@@ -379,8 +380,9 @@ class Eviction:
 
 
 def leaving(scores: Tensor, pos: Tensor, counts: Tensor) -> Tensor:
-    """bool [F, N]: each head's counts [F] rows with the lowest scores, of equal scores the oldest;
-    all that may leave, if they are fewer. scores float32 [F, N]: infinite if a row may not."""
+    """bool [F, N]: the counts [F] rows of each head with the lowest scores (of equal scores, the
+    oldest), or all rows that may leave if there are fewer. scores float32 [F, N]: infinite for a
+    row that may not leave."""
     young = pos.argsort(dim=1, stable=True)
     ranked = scores.gather(1, young).argsort(dim=1, stable=True)
     order = young.gather(1, ranked)
@@ -398,7 +400,7 @@ def close_gaps(
     many: int,
 ) -> None:
     """Move each head's last rows into the gaps of the rows that are `gone` bool [F, N], in every
-    column [R, ...], so that a head's rows stay side by side. At most `many` rows of a head move.
+    column [R, ...], so that a head's rows stay contiguous. At most `many` rows of a head move.
 
     index int64 [F, N]: the heads' rows. count int64 [F]: how many of them are real. newest int64
     [F]: a row of each head that never leaves.
@@ -410,8 +412,8 @@ def close_gaps(
     valid = place[:many] < gaps.sum(1, keepdim=True)
 
     def first(which: Tensor) -> Tensor:
-        """The first `many` of these rows; where there are fewer, the newest, which then is copied
-        onto itself."""
+        """The first `many` of these rows. If there are fewer, the newest fills the list; it is
+        copied onto itself."""
         order = (~which).to(torch.int8).argsort(dim=1, stable=True)[:, :many]
         return torch.where(valid, index.gather(1, order), newest[:, None]).flatten()
 

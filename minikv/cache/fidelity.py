@@ -5,12 +5,12 @@ the rows that stayed is from the exact output. For the first token of the answer
 in nats, between the exact distribution and that of one more forward over the rows that stayed.
 
 In every layer but the first, that forward computes another row for the token than the prompt did,
-because the layer's input comes from fewer rows. The new row temporarily replaces the one that a
-head holds of the token; the old row is then put back, bit for bit. For a head that holds none, the
-new row is added to the attention and not stored. So the cache is the same afterwards.
+because the layer's input comes from fewer rows. The new row temporarily replaces the token's row in
+each head that holds it; the old row is then put back, bit for bit. In other heads, the new row is
+included in the attention and not stored. So the cache is the same afterwards.
 
-Where a layer's window has slid, the row that the next token no longer sees is missing: it left
-before anything was measured.
+In a layer whose window has slid, the row that the next token no longer sees is missing: it was
+dropped before the measurement.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One budget for all layers and heads: a pool with the best rows of all layers read so far.
 
-How many rows a layer keeps is known only when the last layer was scored. Until then the rows lie in
+How many rows a layer keeps is known only when the last layer was scored. Until then the rows are in
 one pool, whose size is the whole budget. Each layer's better rows overwrite the pool's worst ones.
 At the end the rows are put in order, head by head. No value is read back before that.
 """
@@ -17,7 +17,7 @@ from minikv.kernels import NOT_FREE, fill
 
 AT_ONCE = 1 << 22
 """About how many numbers of keys or values are copied at once, so that a copy takes little memory
-beside the pool."""
+compared to the pool."""
 
 
 class GlobalPool:
@@ -43,7 +43,7 @@ class GlobalPool:
         share: Tensor | None,
         earlier: tuple[Arena, Tensor] | None = None,
     ) -> None:
-        """Take in the rows of a layer that are better than the worst of the pool.
+        """Add the rows of a layer that are better than the worst of the pool.
 
         key int64 [H, N]: larger for a better row, `NOT_FREE` where there is no row. share float32
         [H, N]: each row's share of the attention mass that was observed in the layer. The others
@@ -55,8 +55,8 @@ class GlobalPool:
         edge = _smallest_of_best(both, size)
         better, tied = both > edge, both == edge
         stays = better | (tied & (tied.cumsum(0) <= size - better.sum()))  # of equal ones the first
-        # As many rows enter as leave. On a GPU, where nobody waits for how many, the list is padded
-        # with writes to the last row.
+        # As many rows enter as leave. On a GPU the host does not know how many, so the list is
+        # padded with writes to the last row.
         enters = stays[size:]
         wide = int(enters.sum()) if key.device.type == "cpu" else min(size, len(flat))
         into, row = _listed(~stays[:size], wide, self._owned), _listed(enters, wide, 0)
@@ -82,7 +82,8 @@ class GlobalPool:
         staged: Mapping[str, Tensor],
         earlier: tuple[Arena, Tensor] | None,
     ) -> None:
-        """Copy keys and values to `slots`: each of row `place` of `head`, of `count` rows."""
+        """Copy keys and values to `slots`: into each, those of row `place` [0, `count`) of
+        `head`."""
         before = count - staged["k"].shape[1]
         for name, values in staged.items():
             found = values[head, (place - before).clamp(min=0)]
@@ -96,9 +97,9 @@ class GlobalPool:
     def place(self, spare: int, *, grows: bool) -> Tensor:
         """Put every row into the segment of its head, ascending by position, and write the tables.
 
-        spare: rows that a head owns above its cap. grows: the heads also own all rows that are
-        left. Returns the share of each layer's attention mass that stayed, float32 [L]. The caller
-        must still set `Arena.region`.
+        spare: rows that a head owns above its cap. grows: the heads also own all remaining rows.
+        Returns the share of each layer's attention mass that stayed, float32 [L]. The caller must
+        still set `Arena.region`.
         """
         target, size = self.target, self.size
         layers, heads = target.start.shape

@@ -1,4 +1,4 @@
-"""The KV cache under eviction: the `Attend` that a network runs on.
+"""The KV cache with eviction: the `Attend` that a network uses.
 
 At the end of a prompt the prompt policy chooses which rows stay (`Prefill`). While an answer is
 written, a new token's row overwrites the row that the step policy evicted (`DecodeStep`). Between
@@ -50,13 +50,13 @@ class KVCache:
     Raises UsageError if the budget is too small for the policies. `progress(done, total)` is called
     while a prompt is read, with tokens. It may raise; then `abandon` restores the cache.
 
-    There are two ways back: `abandon` undoes a prompt before `end`, and `restore` returns to a
-    snapshot. A step is not undone: after an error inside of one the cache is dropped. It is then
-    empty, and the conversation must be read or recalled again.
+    `abandon` undoes a prompt before `end`, and `restore` returns to a snapshot. A step cannot be
+    undone: after an error inside one, the cache is dropped. It is then empty, and the conversation
+    must be read or recalled again.
 
-    reading: the prompt under way. state: what the cache is between two turns. keeps_addresses: if
-    possible, the steps after a prompt find their rows at the addresses that the steps before it
-    used, as a CUDA graph holds addresses.
+    reading: the prompt under way. state: the cache's state between two turns, without its rows.
+    keeps_addresses: if possible, put the rows after a prompt at the addresses that earlier steps
+    used, so that a CUDA graph stays valid.
     """
 
     def __init__(
@@ -76,8 +76,8 @@ class KVCache:
         with a float32 scale per row. output(layer): the network's output projection [H, G, D,
         hidden], for policies that use what attention makes of a value. rotary: how the network
         rotates, for policies that need queries before rotation. kernels: as `dispatch.choose` takes
-        it; `ops` is the choice, and `notice` says why it is not the device's own kernels. poison:
-        see `Arena`."""
+        it. `ops` is its result, and `notice` says why these are not the device's own kernels.
+        poison: see `Arena`."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
@@ -86,7 +86,7 @@ class KVCache:
         self._arena: Arena
         self._spare: Arena
         self.decode = DecodeStep(shape, self.device, self.ops)
-        # Called by `settle`, so that whoever has launched steps ahead can finish them.
+        # Called by `settle`, so that a caller that launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
         self._stepping = False  # a step was begun, and its token is not counted yet
         self._stepped = False  # steps were opened since the last prompt
@@ -96,10 +96,11 @@ class KVCache:
         self.output, self.rotary = output, rotary
         self._poison = poison
         self.tier: Tier | None = None
-        # Keeps the rows of a prompt with a second pass until they are scored; None: host memory.
+        # Holds the rows of a prompt with a second pass until they are scored; None: host memory.
         self.scoring_tier: Tier | None = None
         self.words = Wording()  # for policies with a second pass
-        # Of the conversation with the next prompt, for policies that ask for it: see `PromptView`.
+        # Of the conversation including the next prompt, for policies that need it: see
+        # `PromptView`.
         self.sentences: Tensor | None = None
         self.rules = rules or Rules()
         self.reset()
@@ -124,12 +125,12 @@ class KVCache:
         return rules.budget_rows(0, self.shape, self.kv)
 
     def _set(self, rules: Rules, spare: Arena) -> None:
-        """spare: without rows, for `drop`, which must need no memory."""
+        """spare: an arena without rows, so that `drop` need not allocate one."""
         self.rules, self._spare = rules, spare
 
     def reset(self, rules: Rules | None = None) -> None:
-        """Forget the conversation and free its memory. rules: to use from then on; by default the
-        present ones. Raises UsageError as `configure` does. After an error, also for lack of
+        """Forget the conversation and free its memory. rules: those to use from then on; by default
+        the present ones. Raises UsageError as `configure` does. After an error, also for lack of
         memory, nothing has changed."""
         rules = rules or self.rules
         rows, empty = self.check(rules), self._empty(rules)
@@ -144,9 +145,9 @@ class KVCache:
         self._restart(None if self.rules.takes_share else self.state.rows)
 
     def _restart(self, rows: int | None) -> None:
-        self.state = State(rows=rows)  # first: whoever is interrupted here sees an empty cache
+        self.state = State(rows=rows)  # first: after an interrupt here, the cache is empty
         self._arena = self._spare
-        self._before: Arena | None = None  # that of the steps before the last prompt
+        self._before: Arena | None = None  # the arena of the steps before the last prompt
         self.reading: Prefill | BlockPrefill | SecondPass | None = None
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._stepping = False
@@ -187,11 +188,11 @@ class KVCache:
     # -- a prompt ---------------------------------------------------------------------------
 
     def recall(self, tokens: int, room: int = _ROOM, begins: int | None = None) -> int:
-        """As `begin`, for the whole conversation of `tokens` tokens; the tier gives the rows that
-        it has. Returns the position from which on tokens must be fed: those that the tier does not
-        have, and at least the tokens of the last turn whose queries the policies observe.
+        """Like `begin`, for the whole conversation of `tokens` tokens; the rows that the tier has
+        come from it. Returns the position from which tokens must be fed: those that the tier does
+        not have, and at least the tokens of the last turn whose queries the policies observe.
 
-        The rows that stay are chosen from the whole conversation, as if it were read anew.
+        The rows that stay are chosen from the whole conversation, as if all of it were read again.
         begins: the position at which the last turn begins; by default where the turn before ended.
         """
         assert self.tier is not None
@@ -206,7 +207,7 @@ class KVCache:
         return given
 
     def observed(self, tokens: int, begins: int) -> int:
-        """How many of the last tokens `recall` feeds in any case: those whose queries the policies
+        """How many of the last tokens `recall` always feeds: those whose queries the policies
         observe. Arguments as for `recall`."""
         step, observe = self.rules.step, self.rules.evidence.observe
         observe = max(observe, step.observe if step else 0)
@@ -240,7 +241,8 @@ class KVCache:
 
     def _rows_after(self, position: int, tokens: int) -> int | None:
         """The budget in rows per head for a prompt of `tokens` tokens at `position`. A share
-        becomes a number of rows with the first prompt under it; one at 0 counts anew."""
+        becomes a number of rows at the first prompt under it, and again at a prompt at position
+        0."""
         known, rules = self.budget_rows, self.rules
         if rules.budget is None or (known is not None and (position or not rules.takes_share)):
             return known
@@ -261,11 +263,11 @@ class KVCache:
         )
 
     def _begin(self, prompt: Prompt, tier: Tier | None = None) -> None:
-        """tier: keeps the rows, and gives the first ones."""
+        """tier: stores the rows, and provides the first ones."""
         assert prompt.tokens > 0
         assert self.reading is None, "a prompt is under way"
         arena, setup, scoring = self.arena, self._setup(), self.scoring_tier
-        self._before = None  # it would be a third arena while the prompt is read
+        self._before = None  # otherwise there would be three arenas while the prompt is read
         before = RowsBefore.read(self.shape, arena, prompt.position, prompt.tokens)
         plan = plan_prompt(prompt, setup, before)
         columns = policy_columns(self.rules.prompt, self.rules.step)
@@ -346,7 +348,7 @@ class KVCache:
         return out
 
     def advance(self, tokens: int) -> None:
-        """See `Attend`. Does nothing: what was fed counts with `end`, once its logits were
+        """See `Attend`. Does nothing: the tokens count with `end`, after their logits were
         checked."""
 
     def end(self, tokens: int) -> None:
@@ -379,8 +381,8 @@ class KVCache:
             self._give_back()
 
     def _give_back(self) -> None:
-        """On a GPU, return the memory of an arena that is not used any more to the system. torch
-        would keep it, and the next arena, which is a little larger, does not fit in it."""
+        """On a GPU, return the memory of the old arena to the system. torch would keep it, although
+        the next arena, which is a little larger, does not fit in it."""
         if self.device.type == "cuda":  # pragma: no cover - CUDA only
             torch.cuda.empty_cache()
 
@@ -401,13 +403,13 @@ class KVCache:
 
     def begin_step(self, *, captured: bool = False) -> DecodeStep:
         """The decode step, ready for the next token: every head has room for its row. `count_step`
-        ends what begins here. Raises RuntimeError if the last one was not ended.
+        must follow. Raises RuntimeError if the last step was not ended.
 
         captured: see `DecodeStep.open`. `settle` closes the steps.
         """
         assert self.reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
-        if self._stepping:  # an interrupt has left the last one unfinished
+        if self._stepping:  # an interrupt left the last one unfinished
             self.drop()
             raise RuntimeError("a step was interrupted, and nothing is cached")
         ready = decode.is_open and decode.eviction.captured == captured
@@ -450,8 +452,8 @@ class KVCache:
         step = self.rules.step
         if step is not None:
             block = 0 if step.evict_first else step.block
-            # Between two evictions a head may be up to block - 1 rows over its cap. Rows that came
-            # under another policy leave with the prompt after it (`configure`).
+            # Between two evictions a head may be up to block - 1 rows over its cap. Rows from
+            # before a change of policy leave at the next prompt (`configure`).
             assert bool((arena.held < arena.cap + step.block).all()), "no prompt was read since"
             capacity = (arena.cap + block).clamp(min=1)
         else:
@@ -511,9 +513,8 @@ class KVCache:
                 self.drop()
 
     def share(self) -> SharedSnapshot:
-        """The present state. It copies nothing, and keeps the memory of the rows alive. Between
-        turns only. Only prompts may come before it is restored, because steps write to the rows in
-        place."""
+        """The present state, without a copy; it keeps the memory of the rows alive. Between turns
+        only. No step may come before it is restored, because steps change rows in place."""
         arena = self.arena
         assert self.reading is None
         return SharedSnapshot(self.state, arena, 0 if self.tier is None else self.tier.length)
@@ -530,14 +531,14 @@ class KVCache:
         rules: Rules | None = None,
         under: Rules | None = None,
     ) -> None:
-        """Return to the snapshot `held`, under the rules `rules`; by default the present ones. What
-        follows is bit-identical if these are the rules under which it was taken. under: rules to
-        use from then on, as if `configure` were called afterwards.
+        """Return to the snapshot `held`, under `rules` (by default the present ones). If it was
+        taken under the same rules, later results are bit-identical. under: rules to use from then
+        on, as if `configure` were called afterwards.
 
-        A shared snapshot takes no rules. To restore it allocates nothing and cannot fail; it also
-        abandons a prompt under way. A copy is restored between turns only. It raises UsageError as
-        `configure`, and ValueError if it does not fit this network and `rules`. After an error,
-        also for lack of memory, nothing has changed.
+        A shared snapshot takes no rules. Restoring it allocates nothing and cannot fail; it also
+        abandons a prompt under way. A copy is restored between turns only. That raises UsageError
+        as `configure` does, and ValueError if it does not fit this network and `rules`. After an
+        error, also for lack of memory, nothing has changed.
         """
         if isinstance(held, SharedSnapshot):
             self.reading = None
@@ -553,7 +554,7 @@ class KVCache:
         if under is not None:
             state = replace(state, rows=self.check(under))
         if not self.accepts(held, rules):
-            raise ValueError("the cache is not one of this network and policy")
+            raise ValueError("the cache belongs to another network or policy")
         arena = self._empty(rules).unpack(held.layout, held.region, held.columns)
         spare = self._empty(under or rules)
         if under is not None:
@@ -609,7 +610,7 @@ class KVCache:
         return max(self.state.peak, self._allocated)
 
     def last_token(self) -> tuple[LastToken, Tensor] | None:
-        """For measuring what a recall lost (see `minikv.cache.fidelity`): an `Attend` for feeding
+        """For measuring what a recall lost (see `minikv.cache.fidelity`): an `Attend` that feeds
         the prompt's last token once more over the rows that stayed, and the error of each layer's
         output, float32 [L]. None if no prompt was just recalled, or no row was evicted. Changes
         nothing."""
@@ -654,12 +655,12 @@ class KVCache:
 
 
 def _declare(arena: Arena, before: StepPolicy | None, rules: Rules) -> None:
-    """Give the arena, which has the columns of the step policy `before`, the columns of these
-    rules' policies. If memory runs out, nothing changes."""
+    """Replace the columns of the step policy `before` in the arena by those of these rules'
+    policies. If memory runs out, nothing changes."""
     step, prompt = rules.step, rules.prompt
     columns = step.columns if step else {}
     # Another policy's values mean nothing to this one.
     same = before is not None and step is not None and before.name == step.name
-    anew = not same or (before is not None and before.columns != columns)
+    reset = not same or (before is not None and before.columns != columns)
     prompt_columns = {} if prompt is None else prompt.columns
-    arena.declare({**prompt_columns, **columns}, anew=columns if anew else ())
+    arena.declare({**prompt_columns, **columns}, clear=columns if reset else ())

@@ -1,5 +1,5 @@
-"""The plan for a prompt: how many rows there are, how many may stay, where they have room, and how
-much memory that takes.
+"""The plan for a prompt: how many rows there are, how many may stay, where they go, and how much
+memory that takes.
 
 Everything is decided on the host, before the prompt is read.
 """
@@ -54,11 +54,11 @@ class Prompt:
     room: rows per head for the answer if there is no step policy.
     turns: as in `PromptView`.
     pinned: positions below it are never evicted.
-    given: how many first tokens of the prompt are not read because the tier has (or would have)
-        their rows; these rows compete with the others.
+    given: how many tokens at the beginning of the prompt are not read, because the tier has (or
+        would have) their rows. These rows compete with the others.
     asks: the prompt only asks about what was read before.
     turn_tokens: how many of the last tokens belong to the last turn (None: all). Earlier queries
-        are not observed: those of the last answer would keep what that answer needed.
+        are not observed: the last answer's queries would keep the rows that this answer needed.
     """
 
     position: int
@@ -82,7 +82,7 @@ class Prompt:
         return self.position + self.tokens
 
     def observed(self, rules: Rules) -> tuple[int, int]:
-        """How many of the last queries are observed, and how many are kept for that. None where
+        """How many of the last queries are observed, and how many must be stored. The first is 0 if
         every query is observed, chunk by chunk."""
         step, wanted = rules.step, 0 if rules.observe == ALL else rules.observe
         last = min(self.read, max(wanted, step.prompt_history if step is not None else 0))
@@ -105,7 +105,7 @@ class RowsBefore:
 
     @staticmethod
     def none(shape: Shape) -> RowsBefore:
-        """Those before a first prompt."""
+        """The rows before a first prompt: none."""
         none = torch.zeros((shape.layers, shape.kv_heads), dtype=torch.int64)
         return RowsBefore(Layout(none, none, none, none, none - 1), [0] * shape.layers)
 
@@ -140,8 +140,8 @@ class Plan(Prompt):
     needed[i]: rows of layer i's region in a new target.
     visible[i]: rows over all heads that exist after the prompt and that the next token can still
         see.
-    shares: all rows stay where they are, and the new ones have room after them.
-    pool: rows that all layers and heads may keep together, where they share one budget.
+    shares: all rows stay where they are, and the new ones fit after them.
+    pool: rows that all layers and heads may keep together, if they share one budget.
     repeats: the texts of a second pass. Empty if there is none.
     predicted: see `Prefill.predict`.
     """
@@ -180,7 +180,7 @@ class Plan(Prompt):
 def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) -> Plan:
     """The plan for a prompt. before: None before a first prompt.
 
-    Raises UsageError if the policies need more rows, also of a layer, and ContextError where no
+    Raises UsageError if the policies need more rows, in total or in a layer, and ContextError if no
     position is left for a second pass.
     """
     shape, rules, each, tokens = setup.shape, setup.rules, prompt.rows, prompt.tokens
@@ -221,7 +221,7 @@ def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) 
         repeats=texts,
     )
     plan = replace(plan, asks=prompt.asks and not texts)
-    # If the arena has become more than twice as large as needed, a new target frees memory.
+    # If the arena is more than twice as large as needed, a new target frees memory.
     shares = blocks is None and pool is None and prompt.position > 0
     shares = shares and 2 * sum(needed) > before.rows
     return replace(plan, shares=shares and _fits(plan, shape, grows=step is None))
@@ -241,8 +241,8 @@ def repeats(prompt: Prompt, setup: Setup) -> Sequence[Repeat]:
 
 
 def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
-    """Rows of a layer that only loses rows which slide out of its window. rows: of each head, int64
-    [H]."""
+    """Rows of a layer that loses rows only when they slide out of its window. rows: of each head,
+    int64 [H]."""
     if window is not None:
         rows = rows.clamp(max=window)
     return int(rows.clamp(min=floor).sum())
@@ -250,7 +250,7 @@ def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
 
 def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
     """Whether every row stays and every head has room for its new rows after its old ones. grows:
-    there is no step policy, so the answer's rows need room as well."""
+    there is no step policy, so the answer's rows need room too."""
     held = plan.before.held
     for layer, window in enumerate(shape.windows):
         count = held.held[layer]
@@ -272,9 +272,9 @@ def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
 
 # -- memory -------------------------------------------------------------------------------------
 
-_POSITIONS = 25  # bytes of a row of before: its index, its position and those in one list
-_CHOOSING = 62  # bytes of a row that competes: its score, its place in the order, what stays
-_MOVING = 48  # bytes of a row that is put in its place: the order of rows, and their indices
+_POSITIONS = 25  # bytes per earlier row: its index, its position, and both in one list
+_CHOOSING = 62  # bytes per competing row: its score, its rank, whether it stays
+_MOVING = 48  # bytes per row that is moved: the order of rows, and their indices
 _PROJECTED = 4096  # values that are projected at once
 
 
@@ -285,12 +285,12 @@ def seen(tokens: int, window: int | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PassCost:
-    """What the second pass over a prompt costs beside reading the prompt.
+    """What the second pass over a prompt costs in addition to reading the prompt.
 
     tokens: of all further texts. reads: how often each layer's rows are read. ram: bytes of host
-    memory if the rows are kept there. file: bytes of the file if they are kept in one. file_ram:
-    bytes of host memory in that case. device: bytes of a GPU's memory. Without a GPU, ram and
-    file_ram include what would be there. text: the part of these that is the rows of a text.
+    memory if the rows are in memory. file: bytes of the file if they are in a file. file_ram: bytes
+    of host memory in that case. device: bytes of a GPU's memory; without a GPU, ram and file_ram
+    include them. text: the part of these for the rows of a text.
     """
 
     tokens: int = 0
@@ -311,8 +311,8 @@ class PassCost:
         row = 2 * shape.kv_heads * shape.head_dim * setup.dtype.itemsize
         layer, whole = row * tokens, row * tokens * shape.layers
         two = min(2, shape.layers) * layer
-        # In a layer with a window, and in every one of a later prompt, the rows of the text and
-        # those of the prompt that it sees are also copied.
+        # In a layer with a window, and in every layer for a later prompt, the rows of the text and
+        # the prompt's rows that it sees are also copied.
         later = prompt.position > 0
         copied = [seen(tokens, window) for window in shape.windows if later or window]
         text = row * (max(texts) + (max(texts) + max(copied) if copied else 0))
@@ -330,9 +330,9 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes of KV cache that exist at once. reading: while the prompt is read, with the
-    rows of before. writing: while the answer is written. rows: of that, what is left when the steps
-    end."""
+    """The most bytes of KV cache that exist at once. reading: while the prompt is read, earlier
+    rows included. writing: while the answer is written. rows: the part of it that remains when the
+    steps end."""
 
     reading: int
     writing: int
@@ -342,11 +342,11 @@ class Peak:
 def peak(
     plan: Plan, setup: Setup, *, staged: tuple[int, int] | None = None, in_file: bool = False
 ) -> Peak:
-    """What a prompt will take, and the steps after it.
+    """The memory that a prompt and the steps after it will take.
 
-    staged: what `Tier.staging` says; None if there is no tier. in_file: the rows of a prompt with a
-    second pass are kept in a file. What a chunk and its attention take is part of the network's
-    work space.
+    staged: the result of `Tier.staging`; None if there is no tier. in_file: the rows of a prompt
+    with a second pass are in a file. The memory for a chunk and its attention belongs to the
+    network's work space and is not counted.
     """
     rules, before = setup.rules, plan.before
     columns = policy_columns(rules.prompt, rules.step).values()
@@ -365,13 +365,13 @@ def peak(
 
 
 def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
-    """Bytes that are there as long as a prompt is read, whichever layer that is."""
+    """Bytes that are in use while any layer of a prompt is read."""
     shape, item, evidence = setup.shape, setup.dtype.itemsize, setup.rules.evidence
     found = _keys(plan.tokens, setup) * 2 if staged is None else staged
     if staged is not None:  # the last token's query and output, of every layer
         found += 2 * shape.layers * shape.heads * shape.head_dim * item
     found += 8 * plan.tokens + _pool(plan)
-    found += 24 * plan.end * evidence.sentences  # their table, and what a policy makes of it
+    found += 24 * plan.end * evidence.sentences  # their table, and what a policy computes from it
     found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
     if evidence.queries_from is not None:
         found += 12 * shape.heads * shape.head_dim**2
@@ -381,7 +381,7 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
 
 
 def _keys(rows: int, setup: Setup) -> int:
-    """Bytes of the keys of so many rows of every head, as the network computes them."""
+    """Bytes of the keys of `rows` rows of every head, in the network's dtype."""
     return setup.shape.kv_heads * rows * setup.shape.head_dim * setup.dtype.itemsize
 
 
@@ -395,7 +395,7 @@ def _most_of_a_layer(plan: Plan, setup: Setup, state: int) -> int:
 
 
 def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
-    """The most bytes that exist of a layer beside the keys and values that are read."""
+    """The most bytes that a layer takes in addition to the keys and values that are read."""
     shape, rules, held = setup.shape, setup.rules, plan.before.held
     heads, group, size = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
     evidence, step, item = rules.evidence, rules.step, setup.dtype.itemsize
@@ -407,7 +407,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     every = heads * rows
 
     def block(each: int) -> int:
-        """Bytes of as many heads of `each` numbers as are computed with at once."""
+        """Bytes of the heads that are computed at once, with `each` numbers per head."""
         return 4 * largest_block(heads, each, setup.ops.block)
 
     always = _POSITIONS * heads * early
@@ -420,7 +420,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     if rules.observe != ALL and not (observed and (evicts or (step and step.observe))):
         sums = 0
     if early and not even and sums:
-        always += early * size * item  # keys of one head, whose attention is added
+        always += early * size * item  # keys of the head whose attention is added
     always += state * every
     if step is not None:
         always += (sum(dtype.itemsize for dtype in step.columns.values()) + step.scratch) * every
@@ -436,7 +436,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
             projected = 4 * wide * min(_PROJECTED, some * rows) + queries + weights
         vectors = _vectors(setup, rows)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
-        # What is compared is read first.
+        # The compared vectors are read first.
         attended = 2 * queries + (read if vectors else 0)
         if evidence.queries_from is not None:
             vectors = max(vectors, 20 * shape.heads * size**2)  # moments in float64
@@ -458,7 +458,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
 
 
 def _vectors(setup: Setup, rows: int) -> int:
-    """Bytes that a scorer takes that computes with keys or values, of `rows` rows of every head."""
+    """Bytes for a scorer that computes with keys or values of `rows` rows of every head."""
     shape, evidence, most = setup.shape, setup.rules.evidence, setup.ops.block
     heads, group, each = shape.kv_heads, shape.heads // shape.kv_heads, rows * shape.head_dim
     found = evidence.vectors * largest_block(heads, each, most)
@@ -467,7 +467,7 @@ def _vectors(setup: Setup, rows: int) -> int:
         block = largest_block(group, some * each, most)
         found += evidence.products * block
         found += shape.heads * shape.head_dim * evidence.observe  # the queries, head by head
-        if evidence.each_query:  # what these queries give, and three maps of that size
+        if evidence.each_query:  # the attention of these queries, and three maps of that size
             found += 4 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows
         matrix = shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
@@ -479,20 +479,20 @@ def _vectors(setup: Setup, rows: int) -> int:
 
 
 def _in_blocks(plan: Plan, setup: Setup, state: int) -> int:
-    """Bytes that reading in blocks takes beside both caches."""
+    """Bytes that reading in blocks takes in addition to both caches."""
     shape, rules, size = setup.shape, setup.rules, setup.shape.head_dim
     assert plan.rows is not None
     early = int(plan.before.held.length.max())
     rows = shape.kv_heads * (max(plan.rows, early) + rules.stride)
     each = 2 * size * setup.dtype.itemsize + 8 + state
-    # In float32, and who sees what; or what a rule that evicts first computes with.
+    # The attention in float32 and its mask, or the work space of a rule that evicts first.
     seeing = 8 * size + 8 * min(rules.stride, plan.tokens) + 40
     scratch = 0 if rules.step is None else 3 * rules.step.scratch + 80
     return 8 * plan.tokens + rows * (each + max(each, seeing, scratch))
 
 
 def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
-    """Bytes that a prompt with a second pass takes beside both caches."""
+    """Bytes that a prompt with a second pass takes in addition to both caches."""
     shape, rules = setup.shape, setup.rules
     cost, heads = PassCost.of(plan, setup, plan.repeats), shape.kv_heads
     kept = cost.device if setup.gpu else cost.file_ram if in_file else cost.ram
@@ -510,7 +510,7 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
 
 
 def _steps(plan: Plan, setup: Setup) -> int:
-    """Bytes that the steps of an answer work with."""
+    """Bytes of the work space of an answer's steps."""
     shape, step, prompt = setup.shape, setup.rules.step, setup.rules.prompt
     prefers = prompt is not None and prompt.prefer is not None
     work = 5 * sum(plan.needed) if prefers else 0  # which rows leave last, as the policy sees them
@@ -525,8 +525,8 @@ def _steps(plan: Plan, setup: Setup) -> int:
 
 
 def held_after(plan: Plan, setup: Setup, steps: int) -> int:
-    """Bytes of the rows held when `steps` tokens of the answer to a first prompt were fed. Of
-    layers with a sliding window an upper bound: rows slide out one by one."""
+    """Bytes of the rows held when `steps` tokens of the answer to a first prompt were fed. For
+    layers with a sliding window this is an upper bound, because rows slide out one by one."""
     shape, rules, heads = setup.shape, setup.rules, setup.shape.kv_heads
     now, later = (
         [n if w is None else min(n, w - 1) for w in shape.windows]

@@ -37,9 +37,9 @@ class Prefill:
     def __init__(
         self, setup: Setup, plan: Plan, arena: Arena, target: Arena, tier: Tier | None = None
     ) -> None:
-        """arena: the rows before the prompt. target: gets the rows that stay; if `plan.shares`, it
-        shares its memory with `arena`. tier: keeps every row that is read, and gives those of the
-        first `plan.given` tokens; it must be open for this prompt."""
+        """arena: the rows before the prompt. target: receives the rows that stay; if `plan.shares`,
+        it shares its memory with `arena`. tier: stores every row that is read, and provides those
+        of the first `plan.given` tokens; it must be open for this prompt."""
         self.setup, self.plan, self.arena, self.target = setup, plan, arena, target
         self.shape, self._ops = setup.shape, setup.ops
         self.prompt, self.step = setup.rules.prompt, setup.rules.step
@@ -49,13 +49,13 @@ class Prefill:
         assert not plan.given or not self._all, "queries of tokens that are not read are not known"
         self._observed, last = plan.observed(setup.rules)
         self.glancing = evidence.predicted and plan.evicts_any
-        """The tokens are first fed only to get the network's probability of each; then `predict`
-        is called, and they are fed again."""
+        """The tokens are first fed only for the network's probability of each. Then `predict` is
+        called, and they are fed again."""
         self._moments: Moments | None = None
         self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
-        self._queries = plan.tokens if self._all else 0  # how many queries mass and squares sum
+        self._queries = plan.tokens if self._all else 0  # queries that are summed
         self._peak: Tensor | None = None  # see `PromptView.peak`
         wide = (self.shape.kv_heads, plan.tokens, self.shape.head_dim)
         tail = (last, self.shape.heads, self.shape.head_dim)
@@ -70,14 +70,14 @@ class Prefill:
         self._tail_lse = torch.empty(sums, device=device)  # [H, G, t]
         self._positions = torch.arange(plan.position, plan.end, device=device)
         self._lengths = torch.ones(last, device=device) if evidence.lengths else None
-        self._coming: Tensor | None = None  # see `watch`; of the chunk that is staged next
+        self._coming: Tensor | None = None  # see `watch`; for the chunk that is staged next
         self._old: EarlierRows | None = None
         # For each layer: the last token's query and its attention output, [H * G, D] each.
         self.exact: list[tuple[Tensor, Tensor]] = []
         self._done = plan.tokens
         # By layer: the share of attention mass on rows that stayed, float32 [H]; of a pool, [].
         self._stayed: dict[int, Tensor] = {}
-        # A head needs a row that a decode step may evict. A policy that evicts before attention
+        # Each head needs a row that a decode step may evict. A policy that evicts before attention
         # and protects the newest rows needs a second one.
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
@@ -108,15 +108,16 @@ class Prefill:
         self.target.region = [0, *region[:-1], self.target.rows]
 
     def take(self, tier: Tier, chunk: int) -> int:
-        """Before a first prompt is fed: keep its rows in `tier`, which may have all of them already
-        and becomes open for this prompt. Returns how many of its first tokens need not be fed.
+        """Before a first prompt is fed: open `tier` for it, which stores the prompt's rows and may
+        already have some. Returns how many of the first tokens need not be fed.
 
-        What is fed begins where one of the network's chunks of `chunk` tokens begins, so every
-        number is that of reading all of it, if the tier's rows were read in the same chunks.
+        Feeding begins where one of the network's chunks of `chunk` tokens begins. So every number
+        is the same as if all of the prompt were read, if the tier's rows were read in the same
+        chunks.
         """
         tokens = self.plan.tokens
         tier.open(tokens)
-        # A single token would be read as a step is, with other sums.
+        # A single token would be read like a step, with differently rounded sums.
         everything = self._all or self._evidence.queries_from is not None
         given = 0 if everything else tokens - max(2, len(self._tail))
         given = max(0, min(given, tier.length))
@@ -125,7 +126,7 @@ class Prefill:
         return self.plan.given
 
     def predict(self, predicted: Tensor) -> None:
-        """The forward for probabilities is over. predicted: the probabilities of the prompt's
+        """End the forward pass for probabilities. predicted: the probabilities of the prompt's
         tokens, float32 [T]."""
         self.glancing = False
         self.plan = replace(self.plan, predicted=predicted)
@@ -136,11 +137,11 @@ class Prefill:
         return self._lengths is not None and not self.glancing
 
     def watch(self, states: Tensor) -> None:
-        """The layer's input [t, hidden], after its norm, of the chunk that is staged next."""
+        """Take the layer's input [t, hidden], after its norm, for the chunk that is staged next."""
         self._coming = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Take in a chunk of rows and attend: shapes as in `Attend.attend`."""
+        """Add a chunk of rows and attend: shapes as in `Attend.attend`."""
         tokens = self.plan.tokens
         if self._done == tokens:
             self._done, self._old = self.plan.given, None
@@ -174,8 +175,8 @@ class Prefill:
         return self._done == self.plan.tokens
 
     def done(self, layer: int) -> int:
-        """Progress over all layers, as a number of the prompt's tokens. A forward for probabilities
-        counts as half of the prompt."""
+        """Progress over all layers, as a number of the prompt's tokens. A forward pass for
+        probabilities counts as half of the prompt."""
         done = (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
         if self.glancing:
             return done // 2
@@ -218,7 +219,7 @@ class Prefill:
         return out
 
     def _make_sums(self, make: Callable[..., Tensor]) -> None:
-        """Room for the sums of attention of all rows of the layer."""
+        """Allocate the sums of attention of all rows of the layer."""
         heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
         rows = self.plan.tokens + (self._old.pos.shape[-1] if self._old is not None else 0)
         both = make(heads * (group + 1) * rows, dtype=torch.float32, device=self._key.device)
@@ -248,7 +249,7 @@ class Prefill:
         self, queries: kernels.Queries, sources: Sequence[kernels.Part], *, fresh: bool = False
     ) -> None:
         """Add the attention that the queries give to each row that they see. fresh: nothing was
-        added before, and the sums may hold anything."""
+        added before, and the sums are uninitialised."""
         assert self._mass is not None
         assert self._squares is not None
         begin = 0
@@ -267,15 +268,16 @@ class Prefill:
         self._choose(layer)
 
     def record(self, layer: int) -> dict[str, Tensor]:
-        """The layer is complete: keep its rows in the tier, and choose none yet. Returns the step
+        """The layer is complete: store its rows in the tier, and choose none yet. Returns the step
         policy's columns [H, N] after the prompt."""
         assert self.tier is not None
         self.tier.store(layer, self._key, self._value)
         return self._noted(self._judged(layer))
 
     def choose(self, layer: int, peak: Tensor, noted: dict[str, Tensor]) -> None:
-        """Choose which rows of a layer stay, all of which the tier has, and write them to the
-        target. peak [H, T]: the scores of the prompt's rows. noted: what `record` returned."""
+        """Choose which rows of a layer stay, and write them to the target. The tier has all of the
+        layer's rows. peak [H, T]: the scores of the prompt's rows. noted: what `record`
+        returned."""
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
         self._old = self._earlier(layer)
@@ -306,7 +308,7 @@ class Prefill:
             keep = view.live
         order = None if plan.shares else view.order
         del view
-        if not self._all:  # those sums are there until the next layer begins
+        if not self._all:  # those sums are needed until the next layer begins
             self._mass = self._squares = None
         self._store(layer, pos, order, keep, extra)
 
@@ -335,7 +337,7 @@ class Prefill:
         evicts = self.plan.evicts(view.layer)
         if evicts:
             key = self.prompt.global_key(view, self.plan.pinned, self._least)
-        else:  # all rows stay, and nothing may have been observed
+        else:  # all rows stay, and perhaps nothing was observed
             key = kernels.order_key(
                 torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live
             )
@@ -354,7 +356,7 @@ class Prefill:
         """Write the rows to keep to the target, and the cap and capacity of each head. order: see
         `PromptView`; None if the rows of earlier turns stay where they are."""
         plan, target = self.plan, self.target
-        total = -1  # caps are what the heads hold; if nothing was evicted, the budget
+        total = -1  # each cap is what its head holds, or, if nothing was evicted, the budget
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
@@ -471,6 +473,6 @@ def check_places(target: Arena, shares: Sequence[Tensor]) -> list[float]:
     size = tables.numel()  # float64 is exact: counts are far below 2^53
     length, capacity = numbers[:size].view(tables.shape)
     room = [b - a for a, b in pairwise(target.region)]
-    assert bool((length <= capacity).all()), "more rows were kept than there is place for"
+    assert bool((length <= capacity).all()), "more rows were kept than fit"
     assert all(n <= m for n, m in zip(capacity.sum(1).tolist(), room, strict=True))
     return numbers[size:].tolist()

@@ -1,4 +1,5 @@
-"""The rules of a cache: two policies and their budget, and what these amount to in rows."""
+"""The rules of a cache: two policies and a budget, and the numbers of rows that follow from
+them."""
 
 from __future__ import annotations
 
@@ -60,14 +61,14 @@ class Rules:
         return self.prompt is not None and isinstance(self.prompt.layers, GlobalBudget)
 
     def least(self, pinned: int = 0) -> int:
-        """The least rows per head with which the policies work, if `pinned` positions are
-        pinned."""
+        """The smallest number of rows per head with which the policies work, if `pinned` positions
+        are pinned."""
         sinks = max(self.evidence.sinks, self.step.sinks if self.step else 0)
         return smallest_budget(self.prompt, self.step, self.stride) + max(0, pinned - sinks)
 
     def budget_rows(self, tokens: int, shape: Shape, kv: torch.dtype) -> int:
-        """The budget in rows per head, when `tokens` tokens have been read and keys and values are
-        stored in the dtype `kv`. Raises UsageError if the policies need more."""
+        """The budget in rows per head after `tokens` tokens, with keys and values stored in the
+        dtype `kv`. Raises UsageError if the policies need more."""
         budget = self.budget
         assert budget is not None
         row = self.row_nbytes(shape, kv)
@@ -89,12 +90,11 @@ class Rules:
         return 2 * shape.head_dim * kv.itemsize + scales + torch.int32.itemsize + state
 
     def refuse_pins(self, pinned: int, each: int) -> None:
-        """Raise UsageError if `each` rows per head leave too little room beside `pinned`
-        positions."""
+        """Raise UsageError if `each` rows per head leave too few besides `pinned` positions."""
         least = self.least(pinned)
         if pinned and each < least:
             raise UsageError(
-                f"a budget of {each} tokens is too small beside {pinned} pinned ones",
+                f"a budget of {each} tokens per head is too small for {pinned} pinned ones",
                 f"the smallest useful budget here is {least} tokens per head",
             )
 
@@ -102,8 +102,8 @@ class Rules:
         self, each: int | None, most: int, shape: Shape, pinned: int
     ) -> list[int] | None:
         """Rows that each layer may keep over all its heads; None without a prompt policy, or if all
-        layers share one budget. each: the budget in rows per head. most: the rows that a head could
-        hold at most. Raises UsageError if a layer gets fewer rows than the policies need."""
+        layers share one budget. each: the budget in rows per head. most: the most rows that a head
+        could hold. Raises UsageError if a layer gets fewer rows than the policies need."""
         if self.prompt is None or self.shares_layers:
             return None
         assert each is not None
@@ -135,13 +135,13 @@ class Rules:
         pinned: int,
         asks: bool,
     ) -> Sequence[Repeat]:
-        """The texts of the second pass over a prompt of these ids at this position. each: the
+        """The texts of the second pass over a prompt with these ids at this position. each: the
         budget in rows per head. most: the context of the network, in tokens. asks: the prompt only
         asks about what was read before.
 
-        Empty if the policy has no second pass. Also empty if the prompt, with all tokens before it
-        unless it `asks`, takes at most half of the budget: rows that always have room need no
-        score. Raises ContextError if no position is left for the texts."""
+        Empty if the policy has no second pass. Also empty if the prompt (unless it `asks`, with all
+        tokens before it) takes at most half of the budget: rows that always fit need no score.
+        Raises ContextError if no position is left for the texts."""
         prompt, tokens = self.prompt, len(ids)
         if prompt is None or each is None or not prompt.evidence.second_pass:
             return ()

@@ -1,12 +1,12 @@
 """Reads a prompt whose rows are scored by further texts before any row leaves.
 
-First the prompt is read, and a tier keeps its rows exactly: in host memory, or in a file. Then the
-texts are fed behind the prompt, each on its own (`TextPass`). None of their rows is kept, but the
-attention of their queries scores the rows of the prompt. At the end the rows that stay are chosen,
-layer by layer.
+First the prompt is read, and a tier stores its exact rows in host memory or in a file. Then each
+text is fed after the prompt, independently of the others (`TextPass`). Their rows are discarded,
+but the attention of their queries scores the rows of the prompt. At the end the rows that stay are
+chosen, layer by layer.
 
-These exist at the same time: the tier, one layer's rows of a text, the scores, and the cache before
-and after.
+The memory at that time: the tier, one layer's rows of a text, the scores, and the cache before and
+after.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from minikv.policies.repeats import Repeat, RepeatView
 
 
 class SecondPass:
-    """Has the methods of `Prefill` for the prompt itself. Then `texts` are fed; at
-    last `complete` chooses.
+    """Has the methods of `Prefill` for the prompt itself. Then `texts` are fed; finally `complete`
+    chooses.
 
-    tier: keeps the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows. scoring:
-    whether the prompt was read, and its rows are scored.
+    tier: stores the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows. scoring:
+    whether the prompt was read and its rows are now being scored.
     """
 
     def __init__(
         self, setup: Setup, plan: Plan, arena: Arena, target: Arena, tier: Tier | None = None
     ) -> None:
-        """As `Prefill`. Of the further texts `plan.repeats` only the lengths are used here. tier:
-        open for this prompt and empty; by default one in host memory."""
+        """As in `Prefill`. Only the lengths of the further texts `plan.repeats` are used here.
+        tier: open for this prompt and empty; by default one in host memory."""
         assert setup.rules.prompt is not None
         self.setup, self.plan, self.arena, self.target = setup, plan, arena, target
         self.shape, self.prompt = setup.shape, setup.rules.prompt
@@ -83,7 +83,7 @@ class SecondPass:
         return self._reading.stage(layer, q, k, v)
 
     def finish(self, layer: int) -> None:
-        """The layer is complete: the tier keeps its rows."""
+        """The layer is complete: the tier stores its rows."""
         self._noted.append(self._reading.record(layer))
 
     def done(self, layer: int) -> int:
@@ -95,9 +95,9 @@ class SecondPass:
     def texts(
         self, ids: Sequence[int], progress: Callable[[int, int], None] | None = None
     ) -> Iterator[tuple[Repeat, TextPass]]:
-        """After a prompt of these ids was read: the further texts, and the `Attend` of each, in
-        turn. None if the rows have their scores. Raises TierError if the prompt's rows could not be
-        kept. progress: as of `KVCache`."""
+        """After a prompt with these ids was read: yield each further text with its `Attend`. Yields
+        none if the rows already have their scores. Raises TierError if the prompt's rows could not
+        be stored. progress: as in `KVCache`."""
         if self.scored:
             return
         first, left = max(0, self.first - self.plan.position), self.shape.max_context - self.end
@@ -106,9 +106,10 @@ class SecondPass:
             yield repeat, TextPass(self, repeat, progress)
 
     def _reread(self) -> None:
-        """The prompt was read: from now on the tier gives all of its rows."""
+        """The prompt was read: from now on the tier provides all of its rows."""
         if not self.scoring:
-            # The last layer read lies there too; beside the tier's two it would be a third.
+            # It holds the last layer that was read, which would be a third one in addition to the
+            # tier's two.
             reading = self._reading
             reading._key = reading._value = reading._key.new_empty((0, *reading._key.shape[1:]))
             self.tier.reread(self.plan.tokens)
@@ -130,7 +131,7 @@ class SecondPass:
         return self.plan.tokens + self.fed == self.work
 
     def score_as(self, other: SecondPass) -> None:
-        """Take the scores of another prompt of the same tokens, scorer and `repeats`, instead of
+        """Take the scores of another prompt with the same tokens, scorer and `repeats`, instead of
         feeding the texts."""
         assert other.scored
         self.scores, self.fed = other.scores, other.fed
@@ -138,7 +139,7 @@ class SecondPass:
     def complete(self) -> Outcome:
         """Choose the rows that stay and write them to the target, layer by layer. Waits for the
         device."""
-        assert self.scored, "not all texts scored the rows"
+        assert self.scored, "some texts have not scored the rows yet"
         self._reread()
         plan = replace(self.plan, given=self.plan.tokens)
         choice = Prefill(self.setup, plan, self.arena, self.target, self.tier)
@@ -148,8 +149,8 @@ class SecondPass:
 
 
 class TextPass:
-    """`Attend` for one text behind the prompt, which scores rows of the prompt: each keeps the
-    largest score that it got."""
+    """`Attend` for one text after the prompt. It scores rows of the prompt; each row keeps its
+    largest score."""
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class TextPass:
         self._key = self._value = self._own[0]  # of the prompt, in the layer under way
         self._old: EarlierRows | None = None
         self._size = self._done = size
-        # How many of the prompt's rows are among the conversation's first ones and not scored.
+        # How many of the prompt's rows are sinks or pinned, and so not scored.
         self._first = min(max(0, twice.first - twice.plan.position), repeat.begin)
         self._lengths: Tensor | None = None
 
@@ -175,7 +176,7 @@ class TextPass:
         return self._watch if self._twice.prompt.evidence.lengths else None
 
     def _watch(self, states: Tensor) -> None:
-        """Take the norms of the layer's input, for the chunk that comes next."""
+        """Store the norms of the layer's input, for the next chunk."""
         self._lengths = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -208,7 +209,7 @@ class TextPass:
     ) -> tuple[Tensor, Tensor | None]:
         """Exact attention of the queries [H, G, t, D], over all rows up to `hi` of the text. Also
         the log-sum-exp [H, G, t] over only the rows that the scores compare: the first ones, the
-        scored ones and the text's own. None where it is not a by-product."""
+        scored ones and the text's own; None if computing it would cost extra."""
         ops, old, tokens = self._twice.ops, self._old, self._key.shape[1]
         begin, end = self._repeat.begin, self._repeat.end
         own = self._own[0, :, :hi], self._own[1, :, :hi]
@@ -240,7 +241,7 @@ class TextPass:
     def _score(
         self, layer: int, query: Tensor, at: Tensor, hi: int, window: int | None, lse: Tensor | None
     ) -> None:
-        """Let the queries score the rows of the prompt that the text scores."""
+        """Score the rows of the prompt that belong to this text by its queries."""
         twice, prompt = self._twice, self._twice.plan
         begin, end, count = self._repeat.begin, self._repeat.end, self._first
         pos = torch.arange(prompt.position, self.position + hi, device=query.device)[None]

@@ -1,7 +1,7 @@
 """The cache between two turns, to be restored later.
 
-A copy is small, because only rows in use are copied, and can be restored any number of times:
-everything in it is a copy or never changes. A shared snapshot only serves to undo prompts.
+A copy contains only rows in use, and can be restored any number of times: everything in it is a
+copy or never changes. A shared snapshot only serves to undo prompts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from minikv.cache.arena import TABLES, Arena, Layout
 
 _MOST = 1 << 40  # rows
-_KEYS = {"free_slot": "hole"}  # names in JSON that differ: the first files were written with them
+_KEYS = {"free_slot": "hole"}  # names in JSON that differ, as in files of earlier versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a cache is between two turns, beside its rows and its policies.
+    """The state of a cache between two turns, without its rows and policies.
 
     position: tokens counted.
     turns: first position and end of each turn.
     pinned: positions below it are never evicted.
     rows: the budget in rows per head; None where there is none or it is not known yet.
-    peak: bytes, and evict_s: seconds, of the last prompt.
+    peak and evict_s: bytes and seconds of the last prompt.
     """
 
     position: int = 0
@@ -50,7 +50,7 @@ class State:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedSnapshot:
-    """A snapshot whose rows are those of the cache, which copies nothing: a prompt writes to other
+    """A snapshot that refers to the cache's own rows, without a copy: a prompt writes to other
     memory. tier: how many rows the tier had."""
 
     state: State
@@ -94,12 +94,12 @@ class CacheSnapshot:
 
     @staticmethod
     def read(record: Mapping[str, object], columns: Mapping[str, Tensor]) -> CacheSnapshot:
-        """The reverse of `record`, out of JSON. Raises ValueError, TypeError or KeyError if no
-        cache can have written the record or the columns."""
+        """The reverse of `record`. Raises ValueError, TypeError or KeyError if no cache can have
+        written the record or the columns."""
         try:
             tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in TABLES]
         except RuntimeError as error:  # pragma: no cover - of more than 64 bits, in older torch
-            raise ValueError(f"the layout is none: {error}") from None
+            raise ValueError(f"the layout is invalid: {error}") from None
         turns = [_of(turn, list) for turn in _of(record["turns"], list)]
         rows, lost = record["rows"], _of(record["lost"], list)
         state = State(
@@ -125,7 +125,7 @@ class CacheSnapshot:
         layout, region = self.layout, self.region
         start, length, capacity = layout.start, layout.length, layout.capacity
         if start.dim() != 2 or len(region) != len(start) + 1 or region[0] != 0:
-            raise ValueError("the layout is not one of layers and heads")
+            raise ValueError("the layout is not by layers and heads")
         if any(getattr(layout, name).shape != start.shape for name in TABLES):
             raise ValueError("the layout's tables differ in size")
         if sorted(region) != list(region):
@@ -137,13 +137,13 @@ class CacheSnapshot:
         after = torch.cat((start[:, 1:], end[:, None]), 1)
         apart = (start[:, 0] >= first).all() and (start + capacity <= after).all()
         if not apart or not ((length >= 0) & (length <= capacity) & (layout.cap >= 0)).all():
-            raise ValueError("a head's rows lie outside of its segment")
+            raise ValueError("a head's rows are outside its segment")
         slot = layout.free_slot
         inside = (slot >= start) & (slot < start + length)
         if not ((slot == -1) | inside).all():
-            raise ValueError("a free slot lies outside of its segment")
+            raise ValueError("a free slot is outside its segment")
         if any(len(column) != int(length.sum()) for column in self.columns.values()):
-            raise ValueError("a column has not a value for every row")
+            raise ValueError("a column does not have a value for every row")
         if "pos" in self.columns:
             pos = self.columns["pos"]
             if not ((pos >= 0) & (pos < self.state.position)).all():

@@ -1,5 +1,5 @@
-"""What the cache must know of a network (`Shape`), the figures that it reports, and the stopwatch
-that measures eviction."""
+"""What the cache must know about a network (`Shape`), the figures that it reports, and the
+stopwatch that measures eviction."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ class CacheStats:
     seen: tokens.
     row_bytes: k and v of one row.
     kept_*: rows held.
-    full_bytes: what `full_cache_bytes` says of the tokens seen.
-    held_bytes: all columns of the rows held. state_bytes: the part of it that is the policies'
-        columns.
+    full_bytes: `full_cache_bytes` of the tokens seen.
+    held_bytes: all columns of the rows held. state_bytes: the part of it for the policies' columns.
     allocated_bytes: everything allocated between turns.
     peak_bytes: the most allocated at once during the last prompt, with the staging buffer and both
         arenas.
@@ -84,7 +83,7 @@ def full_cache_bytes(shape: Shape, tokens: int, itemsize: int) -> int:
 def share_saved(held: int, full: int) -> float:
     """The share of a full cache's bytes that is saved, from 0 to 1.
 
-    The policies' columns count as held. While few rows are evicted, they can take more than
+    The policies' columns count as held. If few rows are evicted, these columns can take more than
     eviction has freed; then the share is 0.
     """
     return max(0.0, 1.0 - held / full) if full else 0.0
@@ -92,8 +91,8 @@ def share_saved(held: int, full: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Fidelity:
-    """What eviction lost of a prompt that was read from a tier, see `minikv.cache.fidelity`. None:
-    not measured.
+    """What eviction lost from a prompt that was read from a tier, see `minikv.cache.fidelity`.
+    None: not measured.
 
     kl_first_token: KL(full || hot) of the first token of the answer, in nats. output_error_*:
     relative error of the attention output for the last token, over the layers.
@@ -116,7 +115,7 @@ class Stopwatch:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Work that is started inside this context counts."""
+        """Count the work that is started inside this context."""
         if self._device.type == "cuda":
             import torch
 

@@ -1,10 +1,10 @@
-"""The tier: exact keys and values of all tokens that were read, kept beside the rows under the
-budget.
+"""The tier: a store of the exact keys and values of all tokens that were read, separate from the
+rows under the budget.
 
-A later question attends to the whole tier, so the question is read as by a cache without eviction.
-The rows that the answer is written with are chosen from all rows of the tier (`KVCache.recall`). An
-answer's own rows are not exact, because a decode step attends only to the rows under the budget. So
-they are never stored here; the next prompt reads the answer's tokens again instead.
+A later question attends to the whole tier, so it is read as in a cache without eviction.
+The rows for writing the answer are chosen from all rows of the tier (`KVCache.recall`). An answer's
+own rows are not exact, because a decode step attends only to the rows under the budget. So they are
+never stored here; the next prompt reads the answer's tokens again instead.
 
 The first `length` rows are final. A prompt writes its rows after them, and `commit` makes these
 final. So a prompt that fails leaves nothing to undo.
@@ -41,13 +41,13 @@ Rows = RamRows | FileRows
 
 
 class Copies:
-    """Copies between host and device: here at once."""
+    """Copies between host and device. These are synchronous; see `CudaCopies`."""
 
     slots = 1  # layers that are on the device
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
-        """Copies are launched within this context, after all that was launched before."""
+        """Launch copies within this context, after everything launched before."""
         yield
 
     def mark(self) -> Any:
@@ -61,7 +61,7 @@ class Copies:
 
 
 class CudaCopies(Copies):  # pragma: no cover - CUDA only
-    """Copies in a stream of their own, beside the computing stream."""
+    """Copies in a separate stream, parallel to computing."""
 
     slots = 2
 
@@ -94,11 +94,11 @@ class Tier:
     """Rows of all layers and KV heads in the order of their positions, and a staging buffer of one
     layer on the device.
 
-    If the device is the host and nothing is converted, the prompt is staged directly in the memory
-    of `rows`, and nothing is written twice.
+    If the device is the host and nothing is converted, a prompt is staged directly in the memory of
+    `rows`, so nothing is written twice.
 
     rows: the storage. length: how many rows are final. ids: the token ids of the conversation,
-    which are stored with the rows. failed: why the rows of the last prompt could not be kept, or
+    which are stored with the rows. failed: why the rows of the last prompt could not be stored, or
     None.
     """
 
@@ -114,9 +114,10 @@ class Tier:
         ahead: bool = True,
     ) -> None:
         """dtype: the network's. coded: keys and values are stored as int8 with a scale per row.
-        rows: with the columns of `columns_of`; by default host memory. lent: they are another
-        chat's, and never change: those of a prompt are only staged, and cannot be kept. ahead: on a
-        GPU, copy the next layer while this one is computed, into a second staging buffer."""
+        rows: with the columns of `columns_of`; by default host memory. lent: the rows belong to
+        another chat and never change; a prompt's own rows are only staged, and cannot be stored.
+        ahead: on a GPU, copy the next layer into a second staging buffer while this one is
+        computed."""
         self.shape, self.dtype, self.device, self.coded = shape, dtype, device, coded
         columns = columns_of(shape, dtype, coded)
         gpu = device.type == "cuda"
@@ -127,14 +128,15 @@ class Tier:
         self._direct = not gpu and not coded and not lent
         self._copies = CudaCopies(device) if gpu and ahead and self.rows.apart else Copies()
         self._staging: Slots | None = None
-        self._room = 0  # rows per layer that `stage` has room for
+        self._room = 0  # rows per layer that fit into the staging buffers
         self.length = 0
         self.ids: Sequence[int] = ()
         self.failed: TierError | None = None
 
     def staging(self, rows: int) -> tuple[int, int]:
-        """Bytes on the device, beside those of the rows, while a prompt is read after which there
-        are `rows` rows: all the time; and for a moment, where a layer is converted."""
+        """Bytes on the device, without those of the stored rows, while a prompt is read after which
+        there are `rows` rows: throughout, and in addition for a moment when a layer is
+        converted."""
         shape, codes = self.shape, row_nbytes(self.shape, self.dtype, self.coded)
         layer = row_nbytes(shape, self.dtype) // shape.layers
         buffers = 0 if self._direct else self._copies.slots * layer * rows
@@ -147,8 +149,8 @@ class Tier:
         return buffers, max(read, (rows - self.length) * heads * (6 * size + 8))
 
     def open(self, rows: int) -> None:
-        """Begin a prompt after which the tier will have `rows` rows. Raises TierError, or what
-        torch raises when memory runs out; then nothing has changed."""
+        """Begin a prompt after which the tier will have `rows` rows. Raises TierError, or torch's
+        error if memory runs out; then nothing has changed."""
         assert rows >= self.length
         self.failed = None
         if not self._lent:
@@ -156,8 +158,8 @@ class Tier:
         self._open(rows)
 
     def reread(self, rows: int) -> None:
-        """Commit the prompt's `rows` rows and open them again: `stage` then gives all of them.
-        Raises TierError if the rows could not be kept."""
+        """Commit the prompt's `rows` rows and open them again: `stage` then provides all of them.
+        Raises TierError if the rows could not be stored."""
         self.commit(rows)
         if self.failed is not None:
             raise self.failed
@@ -176,8 +178,8 @@ class Tier:
             self._staging = Slots(buffers, self.shape.layers, self._fetch, self._copies.wait)
 
     def _fetch(self, layer: int, into: Mapping[str, Tensor]) -> Any:
-        """Copy the layer's final rows to the device, and decode int8. Returns a mark, also if there
-        are none: new rows of another layer may still be copied from there."""
+        """Copy the layer's final rows to the device, and decode int8. Always returns a mark: even
+        without final rows, new rows of another layer may still be being copied from this buffer."""
         with self._copies.run():
             if self.length:
                 columns = self.rows.read(layer, self.length)
@@ -198,8 +200,8 @@ class Tier:
         into.copy_(kernels.from_codes(codes, scale.float(), self.dtype))
 
     def stage(self, layer: int, rows: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [H, rows, D] on the device. Work launched from now on finds the first
-        `length` rows in them; the caller writes the others."""
+        """Keys and values [H, rows, D] on the device. For work launched from now on, they contain
+        the first `length` rows; the caller writes the others."""
         if self._direct:
             columns = self.rows.read(layer, self._room)
         else:
@@ -208,7 +210,7 @@ class Tier:
         return columns["k"][:, :rows], columns["v"][:, :rows]
 
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """The layer was read: keep the rows that were written to the buffers of `stage`."""
+        """The layer was read: store the rows that were written to the buffers of `stage`."""
         if self._lent:
             return
         begin = self.length
@@ -229,13 +231,12 @@ class Tier:
         del staging
 
     def commit(self, rows: int) -> None:
-        """The prompt was read: make its rows final, `rows` in all. Waits for writes that are under
-        way. If they fail, `failed` says why, and `length` stays; the prompt itself is not
-        affected."""
+        """The prompt was read: make its rows final, `rows` in all. Waits for pending writes. If
+        they fail, `failed` says why, and `length` stays; the prompt itself is not affected."""
         self._close()
         try:
             if self._lent:
-                raise TierError("another chat's tier keeps no rows of this one", self.length)
+                raise TierError("another chat's tier cannot store this one's rows", self.length)
             self.rows.commit(rows, self.ids)
         except TierError as error:
             self.failed = error
@@ -266,8 +267,8 @@ def copy_rows(source: Rows, into: Rows, layers: int, rows: int, ids: Sequence[in
 
 class TierSteps:
     """`Attend` for one token at a time, over the first `rows` rows of a tier and the tokens fed
-    here: what a cache without eviction would compute. The tier is only read. Call `close` after the
-    last one."""
+    here: what a cache without eviction would compute. Does not change the tier. Call `close` after
+    the last one."""
 
     def __init__(self, tier: Tier, rows: int, ops: Kernels) -> None:
         assert 0 <= rows <= tier.length

@@ -1,23 +1,23 @@
 """`FileRows`: the rows of a tier on disk. At most two layers of them are in memory.
 
-A tier is a directory with two files. `rows` has a segment for each prompt, one after the other: a
-part for each layer, which is [column][KV head][row], so that one `preadv` reads a layer's rows of a
-segment into their places in [KV head][row] columns. `manifest` says what counts: a first line with
-the format and a CRC of all that follows, and JSON with layers, heads, columns, the identity of the
-model, the token ids of all rows, and of each segment its first position, its rows and the CRCs of
-its parts. What is behind the last segment is ignored. A tier may begin with the rows of another
-one, which never change: then the first segments are in files `base1` and so on, which are other
-names of the other tier's files.
+A tier is a directory with two files. `rows` has one segment per prompt, one after the other. A
+segment has one part per layer, ordered [column][KV head][row], so that one `preadv` reads a layer's
+rows of a segment into [KV head][row] columns. `manifest` says which rows are valid: a first line
+with the format and a CRC of all that follows, then JSON with layers, heads, columns, the identity
+of the model, the token ids of all rows, and for each segment its first position, its number of rows
+and the CRCs of its parts. Anything after the last segment is ignored. A tier may begin with the
+rows of another one, which never change: then the first segments are in files `base1` and so on,
+which are hard links to the other tier's files.
 
 A prompt writes its segment, which is on disk before a new manifest replaces the old one. When a
 conversation becomes shorter, a manifest with fewer rows is on disk before anything is overwritten;
-then only the first rows of the last segment are used. So after a crash the last manifest is whole,
-and so is all that it names. A part that is damaged all the same is found when this process first
-reads it, also one that it wrote.
+then only the first rows of the last segment are used. So after a crash the last manifest and all
+segments that it names are complete. If a part is damaged nevertheless, that is detected when this
+process first reads it, even if the process wrote it itself.
 
 The directory is locked against other processes. A tier without a name is only the file `rows`,
-which is deleted with the process. A separate thread does all reading and writing, in order. So a
-layer's rows are read while the layer before is computed, and are written while the next layers are
+which is deleted when the process ends. A separate thread does all reading and writing, in order. So
+a layer's rows are read while the previous layer is computed, and written while the next layers are
 computed.
 """
 
@@ -50,7 +50,7 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _FOLDER = _SAFE | os.O_RDONLY | os.O_DIRECTORY
 _NEW = _SAFE | os.O_RDWR | os.O_CREAT | os.O_EXCL
 _MOST_BASES = 4096
-_MOST_BYTES = 64 << 20  # of a manifest: that of 5,000 prompts, 100 layers and 1M rows has 14 MB
+_MOST_BYTES = 64 << 20  # of a manifest; with 5,000 prompts, 100 layers and 1M rows it has 14 MB
 
 _KINDS = {
     str(kind).removeprefix("torch."): kind
@@ -60,8 +60,9 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a tier is of. columns: dtype and size of one row of each, by name. identity: what the
-    rows belong to; other modules write and compare it. about: for people."""
+    """Describes the contents of a tier. columns: dtype and size of one row of each, by name.
+    identity: the model that the rows belong to; other modules write and compare it. about: a
+    description for people."""
 
     layers: int
     heads: int
@@ -78,8 +79,8 @@ class Header:
 class Segment:
     """The rows of one prompt. at: its offset in bytes. begin: position of its first row. rows: how
     many it has; those from the next segment's `begin` on are not used. checks: the CRC of each
-    layer's part. file: 0 for `rows`, n for the n-th base. sound: layers whose part was read and is
-    not damaged."""
+    layer's part. file: 0 for `rows`, n for the n-th base. sound: layers whose part was read and
+    found undamaged."""
 
     at: int
     begin: int
@@ -93,7 +94,7 @@ class Segment:
 
 
 def written(header: Header, segments: Sequence[Segment], ids: Sequence[int]) -> bytes:
-    """The bytes of a manifest. ids: of all rows that count."""
+    """The bytes of a manifest. ids: the token ids of all valid rows."""
     columns = {
         name: (str(dtype).removeprefix("torch."), size)
         for name, (dtype, size) in header.columns.items()
@@ -112,13 +113,13 @@ def written(header: Header, segments: Sequence[Segment], ids: Sequence[int]) -> 
 
 
 def sealed(text: bytes) -> bytes:
-    """`text` behind the first line of a manifest."""
+    """A manifest's first line, followed by `text`."""
     return MAGIC % zlib.crc32(text) + text
 
 
 def parsed(data: bytes, name: str) -> tuple[Header, list[Segment], list[int]]:
-    """What a manifest says: header, segments and ids. Raises TierError if it is damaged or
-    impossible. name: of the tier, for the message."""
+    """The contents of a manifest: header, segments and ids. Raises TierError if it is damaged or
+    impossible. name: the tier's, for the message."""
     text = data[_LINE:]
     if data[:_LINE] != MAGIC % zlib.crc32(text):
         raise TierError(f"{name} is damaged, or of another version of minikv")
@@ -151,7 +152,7 @@ def parsed(data: bytes, name: str) -> tuple[Header, list[Segment], list[int]]:
             at[files[i]] += header.layers * header.part(rows)
         return header, segments, ids
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise TierError(f"{name} does not say what it is") from None
+        raise TierError(f"the manifest of {name} is invalid") from None
 
 
 def is_open(path: Path) -> bool:
@@ -165,7 +166,7 @@ def is_open(path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Delete a tier, or a file that has its name. Cannot fail."""
+    """Delete a tier, or a file at its path. Cannot fail."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -174,12 +175,12 @@ def remove(path: Path) -> None:
 
 
 class FileRows:
-    """The rows of a tier, as `RamRows` has them: in a directory that is locked against other
-    processes, or in a file without a name.
+    """The rows of a tier on disk, with the methods of `RamRows`: in a directory that is locked
+    against other processes, or in a file without a name.
 
-    path: of the directory. header: what it is of. kept: whether `close` leaves it. damage: what was
-    damaged when the tier was opened, or "". ids: the token ids of the committed rows, -1 where
-    unknown.
+    path: of the directory. header: see `Header`. kept: whether `close` leaves the tier on disk.
+    damage: what was damaged when the tier was opened, or "". ids: the token ids of the committed
+    rows, -1 where unknown.
     """
 
     kind = "file"
@@ -196,8 +197,8 @@ class FileRows:
         pinned: bool,
     ) -> None:
         """See `create` and `open`. handle: the file `rows`. folder: an open directory; None for a
-        file without a name. opened: closes both; it is called with `close`, or if nobody calls
-        that."""
+        file without a name. opened: closes both, in `close` or when this object is
+        garbage-collected."""
         self.path, self.header, self._folder, self._opened = path, header, folder, opened
         self._files = [handle]  # `rows`, and the bases
         self._pinned = pinned
@@ -206,11 +207,11 @@ class FileRows:
         self.ids: list[int] = []
         self._segments: list[Segment] = []
         self._stated = 0  # rows in the manifest
-        self._new = Segment(0, 0, 0, [])  # of the prompt under way
+        self._new = Segment(0, 0, 0, [])  # that of the prompt under way
         self._slots: Slots | None = None
         self._worker = ThreadPoolExecutor(1, "tier")
         self._last: Future[None] | None = None  # the last job
-        # What may have failed: writes of what is committed, and those of the prompt under way.
+        # Writes that may have failed: of committed rows, and of the prompt under way.
         self._writes: list[Future[None]] = []
         self._saves: list[Future[None]] = []
         self._closing = weakref.finalize(self, opened.close)
@@ -227,8 +228,8 @@ class FileRows:
         pinned: bool = False,
     ) -> FileRows:
         """Create a tier that only the user can read. named: as a directory; otherwise as a file
-        whose name is removed at once, so that it is deleted with the process. pinned: for a GPU.
-        Raises TierError, also if the path exists; then nothing was created."""
+        whose name is removed at once, so that it is deleted when the process ends. pinned: for a
+        GPU. Raises TierError, for example if the path exists; then nothing was created."""
         folder = None
         with _as_tier_error(path), contextlib.ExitStack() as undo:
             opened = undo.enter_context(contextlib.ExitStack())
@@ -247,8 +248,9 @@ class FileRows:
 
     @classmethod
     def open(cls, path: Path, *, pinned: bool = False, shared: bool = False) -> FileRows:
-        """Open a tier with its committed rows. Those from a damaged one on are left out, and
-        `damage` says so. shared: only to read, beside other processes. Raises TierError."""
+        """Open a tier with its committed rows. If a file is too short for a segment, it and later
+        ones are left out, and `damage` says so. shared: read-only, other processes may have it open
+        too. Raises TierError."""
         with _as_tier_error(path), contextlib.ExitStack() as opened:
             folder = _opened(path, _FOLDER, opened)
             if not shared:
@@ -263,30 +265,30 @@ class FileRows:
         fits = [made._at(one, header.layers) <= sizes[one.file] for one in segments]
         made._segments = segments[: fits.index(False)] if False in fits else [*segments]
         made.ids, made._stated = ids, len(ids)
-        if len(made._segments) < len(segments):  # the rest is behind the end of the file
+        if len(made._segments) < len(segments):  # the others extend past the end of the file
             first = segments[len(made._segments)].begin
             made.damage = f"from token {first:,} on it is damaged"
             del ids[first:]
         return made
 
     def close(self) -> None:
-        """Wait for writes under way, then close and unlock the tier; delete it unless `kept`.
-        Cannot fail."""
+        """Wait for pending writes, then close and unlock the tier; delete it unless `kept`. Cannot
+        fail."""
         if not self._closing.alive:
             return
         self.drop()
         self._worker.shutdown()
         if self._folder is not None and not self.kept:
             remove(self.path)
-        if self._stated <= self.rows:  # else the manifest still names what is behind
+        if self._stated <= self.rows:  # otherwise the manifest still names later rows
             with contextlib.suppress(OSError):
                 os.ftruncate(self._files[0], self._end)
         self._closing()
 
     def move(self, path: Path) -> bool:
-        """Rename the tier, and keep it when it is closed; what was at `path` is deleted. Returns
-        False if it has no name or `path` is on another file system. Raises OSError for other
-        failures."""
+        """Rename the tier to `path`, replacing anything there, and keep it when it is closed.
+        Returns False if it has no name or `path` is on another file system. Raises OSError for
+        other failures."""
         if self._folder is None:
             return False
         try:
@@ -300,8 +302,8 @@ class FileRows:
         return True
 
     def publish(self, path: Path) -> None:
-        """Rename the tier to `path` as soon as all that is committed is on disk, and keep it. In
-        the background: if a write fails, the tier stays what it is."""
+        """Rename the tier to `path` as soon as all committed rows are on disk, and keep it when it
+        is closed. This happens in the background; if a write fails, the tier stays as it is."""
         self._submit(self._publish, path, [*self._writes])
 
     def _publish(self, path: Path, writes: Sequence[Future[None]]) -> None:
@@ -311,9 +313,9 @@ class FileRows:
         self.path, self.kept = path, True
 
     def rest_on(self, other: FileRows, ids: Sequence[int]) -> None:
-        """Begin with the rows of the token ids `ids` that `other` has, without copying them. This
-        tier must be empty; `other` may be closed afterwards, but its rows must not change. Raises
-        TierError, also if they are on another disk."""
+        """Begin with the rows of `other` for the token ids `ids`, without copying them. This tier
+        must be empty; `other` may be closed afterwards, but its rows must not change. Raises
+        TierError, for example if they are on another disk."""
         assert not self._segments
         used = [one for one in other._segments if one.begin < len(ids)]
         files = sorted({one.file for one in used})
@@ -338,7 +340,7 @@ class FileRows:
             self._files.append(_opened(_BASE % number, flags, self._opened, self._folder))
 
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is this tier. If so, `self.path` becomes that name."""
+        """Whether `path` is this tier. If so, `self.path` becomes `path`."""
         try:
             same = self._folder is not None and os.path.samestat(
                 os.fstat(self._folder), os.lstat(path)
@@ -355,7 +357,7 @@ class FileRows:
         """See `RamRows`. Raises TierError if the disk has no room."""
         assert have <= self.rows
         self.drop()
-        self._saves.clear()  # of a prompt that was abandoned, whose rows never count
+        self._saves.clear()  # those of an abandoned prompt do not matter
         self.sync()
         with _as_tier_error(self.path):
             self._cut(have)
@@ -365,7 +367,7 @@ class FileRows:
         self._new = Segment(self._end, have, rows - have, [0] * self.header.layers)
 
     def _cut(self, rows: int) -> None:
-        """Keep only the first `rows` rows, and state that in the manifest. Raises OSError."""
+        """Keep only the first `rows` rows, and write that to the manifest. Raises OSError."""
         self._segments = [one for one in self._segments if one.begin < rows]
         del self.ids[rows:]
         if rows < self._stated:
@@ -373,13 +375,13 @@ class FileRows:
             self._stated = rows
 
     def _state(self, segments: Sequence[Segment], ids: Sequence[int]) -> None:
-        """Replace the manifest; not that of a tier without a name, which nobody opens again."""
+        """Replace the manifest. A tier without a name has none, because nobody opens it again."""
         if self._folder is not None:
             _replace_manifest(self._folder, written(self.header, segments, ids))
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """See `RamRows`. Raises TierError if the file is damaged. After `reserve`, `commit` or
-        `drop`, the first call must have the largest `count`."""
+        """See `RamRows`. Raises TierError if the file is damaged. The first call after `reserve`,
+        `commit` or `drop` must have the largest `count`."""
         return {name: column[:, :count] for name, column in self._slot(layer, count).items()}
 
     def write(self, layer: int, begin: int, columns: Mapping[str, Tensor]) -> None:
@@ -392,7 +394,7 @@ class FileRows:
     def commit(self, rows: int, ids: Sequence[int] = ()) -> None:
         """See `RamRows`. Returns when the rows are written to the file; they and the manifest reach
         the disk in the background. Raises TierError if a write has failed. If one fails later, the
-        next `reserve`, `commit` or `sync` raises it."""
+        next `reserve`, `commit` or `sync` raises the error."""
         made, begin = self._new, self._new.begin
         assert rows == begin + made.rows
         self.drop()
@@ -429,9 +431,9 @@ class FileRows:
 
     @property
     def slots(self) -> int:
-        """How many layers are in memory while a prompt is read. Two, if one is read from the file
-        or copied from a GPU while another is computed; writing a layer takes hardly any time beside
-        computing it."""
+        """How many layers are in memory while a prompt is read: two, if one is read from the file
+        or copied from a GPU while another is computed. Otherwise one, because writing a layer takes
+        hardly any time compared to computing it."""
         return min(2 if self._segments or self._pinned else 1, self.header.layers)
 
     @property
@@ -446,8 +448,8 @@ class FileRows:
         return self._at(own[-1], self.header.layers) if own else 0
 
     def _slot(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """The layer's rows in memory that has room for `count` rows, for the prompt's and for all
-        stored ones: the unused last rows of a segment are read with the others."""
+        """The layer's rows, in memory for `count` rows, the prompt's rows and all stored ones: the
+        unused last rows of a segment are read with the others."""
         if self._slots is None:
             header, segments = self.header, [self._new, *self._segments]
             room = max(count, *(one.begin + one.rows for one in segments))
@@ -481,13 +483,14 @@ class FileRows:
         _transfer(os.pwritev, self._files[0], pieces, self._at(self._new, layer))
 
     def _seal(self, segments: Sequence[Segment], ids: Sequence[int]) -> None:
-        """Write the manifest: the rows are on disk before it."""
+        """Write the manifest, after the rows are on disk."""
         if self._folder is not None:
             getattr(os, "fdatasync", os.fsync)(self._files[0])
         self._state(segments, ids)
 
     def _at(self, one: Segment, layer: int) -> int:
-        """The offset of a layer's part of a segment; that of its end for the number of layers."""
+        """The offset of a layer's part of a segment. For `layer` equal to the number of layers: the
+        segment's end."""
         return one.at + layer * self.header.part(one.rows)
 
 
@@ -513,8 +516,8 @@ def _opened(
 
 
 def _lock(folder: int, path: Path) -> None:
-    """Lock the directory. Raises TierError if another process holds the lock. On a file system
-    without locks, does nothing."""
+    """Lock the directory. Raises TierError if another process holds the lock. Does nothing on a
+    file system without locks."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -524,8 +527,8 @@ def _lock(folder: int, path: Path) -> None:
 
 
 def _replace_manifest(folder: int, data: bytes) -> None:
-    """Write a new manifest and rename it over the old one. Raises OSError; then the old one is as
-    it was."""
+    """Write a new manifest and rename it over the old one. Raises OSError; then the old one is
+    unchanged."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _SAFE
     with os.fdopen(os.open(_NEXT, flags, 0o600, dir_fd=folder), "wb") as file:
         file.write(data)
@@ -536,7 +539,7 @@ def _replace_manifest(folder: int, data: bytes) -> None:
 
 
 def _allocate(handle: int, at: int, size: int) -> None:
-    """Reserve disk space for `size` bytes at the offset `at`, where that is possible: elsewhere a
+    """Reserve disk space for `size` bytes at the offset `at`, if the file system can; if not, a
     write may fail later. Raises OSError."""
     if hasattr(os, "posix_fallocate"):
         try:
@@ -552,8 +555,8 @@ def _transfer(
     pieces: Sequence[memoryview],
     at: int,
 ) -> None:
-    """Transfer all of `pieces` by `call`, which is `preadv` or `pwritev`. Raises OSError, also if
-    the file ends early."""
+    """Transfer all of `pieces` with `call`, which is `preadv` or `pwritev`. Raises OSError, for
+    example if the file ends early."""
     for piece in pieces:
         left = piece
         while len(left):

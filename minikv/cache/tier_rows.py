@@ -1,4 +1,4 @@
-"""The rows of a tier in host memory, and the memory that rows on disk pass through."""
+"""The rows of a tier in host memory, and the buffers for rows that are on disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from minikv.errors import MinikvError
 from minikv.pages import alone
 
 Columns = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-"""By name: dtype and size of one row of each column."""
-_STEP = 1024  # rows; the memory of a layer is a multiple of it
+"""dtype and size of one row of each column, by name."""
+_STEP = 1024  # rows; the memory of a layer is a multiple of this
 SCALE = torch.float16  # its rounding error is about a tenth of that of the int8 codes
 
 
@@ -31,11 +31,11 @@ class TierError(MinikvError):
 
 
 class Memory:
-    """Makes columns on the host, and on the device meta without memory.
+    """Allocates columns on the host, or on the device "meta" without memory.
 
-    For a GPU they are pinned, so that it copies from and to them while it computes. torch's own
-    pinned memory takes up to twice the bytes, as it rounds them up to a power of two, and is never
-    given back.
+    For a GPU they are pinned, so that it can copy from and to them while it computes. torch's own
+    pinned memory takes up to twice the bytes, because torch rounds them up to a power of two, and
+    is never freed.
     """
 
     def __init__(self, device: torch.device, runtime: Any = None) -> None:
@@ -53,8 +53,8 @@ class Memory:
         return self._runtime is not None
 
     def columns(self, kinds: Columns, heads: int, rows: int) -> dict[str, Tensor]:
-        """Columns [heads, rows, ...] that are not initialised. Raises what torch raises when
-        memory runs out, also if it cannot be pinned."""
+        """Columns [heads, rows, ...] that are not initialised. Raises torch's error if memory runs
+        out or cannot be pinned."""
         made: dict[str, Tensor] = {}
         try:
             with torch.inference_mode(False):
@@ -68,7 +68,7 @@ class Memory:
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self._runtime is None:
             return torch.empty(tuple(shape), dtype=dtype, device=self._where)
-        made = alone(shape, dtype)  # pages are pinned whole
+        made = alone(shape, dtype)  # whole pages are pinned
         if made.nbytes:
             status = self._runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)
             if status != self._runtime.cudaError.success:
@@ -80,14 +80,14 @@ class Memory:
         return made
 
     def release(self, columns: Mapping[str, Tensor]) -> None:
-        """The columns are not used any more: neither here nor by a copy that is under way."""
+        """Unpin these columns. Nothing may use them any more, not even a copy under way."""
         mine = {column.data_ptr() for column in columns.values()} & self._pinned
         self._pinned -= mine
         _unpin(self._runtime, mine)
 
 
 def _forget_error() -> None:
-    """CUDA notes a call that failed, and the next launch would raise for it."""
+    """Clear CUDA's last error, for which the next launch would raise."""
     if torch.cuda.is_available():  # pragma: no cover - CUDA only
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
@@ -99,13 +99,13 @@ def _unpin(runtime: Any, begins: Iterable[int]) -> None:
 
 
 class Slots:
-    """Memory for one or two layers of many: layer i is in slot i modulo their number.
+    """Memory for one or two of many layers: layer i is in slot i modulo the number of slots.
 
-    columns: of each slot.
+    columns: those of each slot.
 
-    fill(layer, columns): begins to fill in a layer, after all that was begun before, and returns a
-    mark. wait(mark): waits until that is done. While one of two slots is used, the next layer is
-    filled in the other one.
+    fill(layer, columns): starts to fill in a layer, after all earlier fills, and returns a mark.
+    wait(mark): waits until that is done. While one of two slots is in use, the next layer is filled
+    in the other one.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class RamRows:
     """The columns of a tier: [H, N] or [H, N, D] by name for each layer, in host memory.
     `minikv.cache.tier_file.FileRows` has the same methods.
 
-    A prompt calls `reserve`; then, layer by layer, `read`, and `write` for its new rows; at last
+    A prompt calls `reserve`; then, layer by layer, `read`, and `write` for its new rows; finally
     `commit`, or `drop` if it failed.
 
     kind: "ram" or "file". apart: every layer has its own memory, so the next layer may be read or
@@ -156,20 +156,20 @@ class RamRows:
         most: int,
         device: torch.device | None = None,
     ) -> None:
-        """columns: dtype and size of one row of each. most: the greatest number of rows that can
+        """columns: dtype and size of one row of each. most: the largest number of rows that can
         ever be needed. device: of the network, by default the CPU."""
         self._heads, self._columns, self._most = heads, columns, most
         self.memory = Memory(device or torch.device("cpu"))
         self._layers = [self._blank(0) for _ in range(layers)]
         self._capacity = 0  # rows
-        self._used = 0  # rows that were reserved: memory after them was never touched
+        self._used = 0  # rows reserved so far: memory after them was never touched
 
     def _blank(self, rows: int) -> dict[str, Tensor]:
         return self.memory.columns(self._columns, self._heads, rows)
 
     def reserve(self, rows: int, have: int = 0) -> None:
         """Begin a prompt after which there will be `rows` rows. The first `have` are stored and
-        stay, also after an error; stored rows after them are discarded. Grows layer by layer, so
+        stay, even after an error; stored rows after them are discarded. Grows layer by layer, so
         that at most one layer exists twice at a time."""
         if rows > self._capacity:
             capacity = self.room(rows, self._most)
@@ -185,12 +185,12 @@ class RamRows:
     @staticmethod
     def room(rows: int, most: int) -> int:
         """How many rows to allocate when `rows` are needed: a quarter more, so that the next turns
-        fit, too."""
+        fit too."""
         return max(rows, min(most, -(-(rows + rows // 4) // _STEP) * _STEP))
 
     def read(self, layer: int, count: int) -> Mapping[str, Tensor]:
-        """Memory for the first `count` rows of a layer, in which the stored rows are filled. Valid
-        until the next call for another layer. count: at most the rows that were reserved."""
+        """Memory for the first `count` rows of a layer, with the stored rows filled in. Valid until
+        the next call for another layer. count: at most the rows that were reserved."""
         assert count <= self._layers[layer]["k"].shape[1]
         return {name: column[:, :count] for name, column in self._layers[layer].items()}
 
@@ -208,7 +208,7 @@ class RamRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory, or of the file, that the rows take. Pinned memory is held whole, other
+        """Bytes of memory, or of the file, that the rows take. Pinned memory counts whole, other
         memory once it was touched."""
         if self.memory.whole:
             return sum(column.nbytes for layer in self._layers for column in layer.values())
@@ -218,8 +218,8 @@ class RamRows:
 def put(
     into: Mapping[str, Tensor], begin: int, columns: Mapping[str, Tensor], *, wait: bool
 ) -> None:
-    """Write rows to `into` from row `begin` on, unless they are there already. `wait`: return when
-    that is done, also by a GPU."""
+    """Write rows to `into` from row `begin` on, unless they are already there. `wait`: return only
+    when that is done, also if a GPU does it."""
     for name, rows in columns.items():
         place = into[name][:, begin : begin + rows.shape[1]]
         if place.data_ptr() != rows.data_ptr():

@@ -1,6 +1,6 @@
-"""Writing an answer: one token after another (`Writer`), as text (`Answer`), until a stop text, a
-stop token or a limit ends it; whether it repeats itself (`loops`); and writing it again without
-eviction, to compare (`rewritten`)."""
+"""Writes an answer: `Writer` produces tokens and `Answer` their text, until a stop text, a stop
+token or a limit ends it. `loops` says whether an answer repeats itself. `rewritten` writes it again
+without eviction, to compare."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from minikv.chat.transcript import Template, TextStream, Tokenizer, TokenLog, sh
 from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import UsageError
 
-_RUN = 32  # tokens in a row that were there before; rows of a table share fewer
-_LAST = 128  # tokens at the end that are looked at
-_LEAST = 48  # of them, in such runs
+_RUN = 32  # consecutive tokens that occurred before; the lines of a table share fewer
+_LAST = 128  # tokens at the end that are examined
+_LEAST = 48  # of these tokens, in such runs
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSettings:
     """How an answer is written: how tokens are drawn, how many at most, the texts before which it
-    ends, of how many tokens its thoughts are at most (0: no limit), and who is told of these."""
+    ends, the most tokens of its thoughts (0: no limit), and who receives the thoughts."""
 
     sampling: Sampling
     max_tokens: int
@@ -48,8 +48,8 @@ class AnswerSettings:
         max_thoughts: int = 0,
         thinking: Say | None = None,
     ) -> AnswerSettings:
-        """Check the settings. own: the model's own sampling, if its temperature is wanted, and its
-        filters where those of `given` are off. Raises UsageError."""
+        """Check the settings. own: the model's own sampling, if the user wants it: its temperature,
+        and its filters where those of `given` are off. Raises UsageError."""
         checks.whole("max_tokens", max_tokens, 1)
         checks.whole("max_thoughts", max_thoughts, 0)
         if own is not None:
@@ -74,9 +74,9 @@ class AnswerSettings:
 
 
 class Answer:
-    """Takes tokens and returns pieces of text, until a stop text is complete, even over several
+    """Takes tokens and returns pieces of text, until a stop text is complete, even across several
     tokens. Text that may be the beginning of a stop text is held back until that is decided. The
-    result depends only on the text, not on how it is divided. No stop text is looked for in
+    result depends only on the text, not on how it is divided. Stop texts do not apply to
     `thoughts`, which are not returned.
 
     ids: its tokens so far, with those of its thoughts. stopped: whether a stop text ended it.
@@ -96,8 +96,8 @@ class Answer:
         self.reason = ""
         self._stream, self._stop = stream, stop
         self._whole = ""  # the text of all tokens
-        self._end = 0  # characters of it that were returned
-        self._before = 0  # characters of it before the last token
+        self._end = 0  # how many of its characters were returned
+        self._before = 0  # how many of its characters come before the last token
         self._shown = ""  # text of an earlier part, which is not returned again
 
     @classmethod
@@ -109,16 +109,17 @@ class Answer:
         shown: str,
         thoughts: Thoughts | None = None,
     ) -> Answer:
-        """An answer that goes on after the tokens `ids`, of which the text `shown` was returned. No
-        stop text is in it. thoughts: another's; those of this answer begin anew."""
+        """An answer that continues after the tokens `ids`, of which the text `shown` was returned.
+        It contains no stop text. thoughts: those of the earlier part; they are parsed again from
+        `ids`."""
         made = cls(stream, stop, thoughts and thoughts.again())
         made.ids = list(ids)
         made._whole = "".join(map(made._read, made.ids))
-        made.thoughts.say = None if thoughts is None else thoughts.say  # of what follows
+        made.thoughts.say = None if thoughts is None else thoughts.say  # only of the new tokens
         made._before = len(made._whole)
         made._end, _ = certain(made._whole, stop, 0)
-        # The rest of `shown` is text that `finish` returned at the end of the earlier part: what
-        # was held back, and U+FFFD for an incomplete character.
+        # The rest of `shown` is text that `finish` returned at the end of the earlier part: text
+        # held back, and U+FFFD for an incomplete character.
         made._shown = shown[made._end :]
         return made
 
@@ -134,7 +135,7 @@ class Answer:
 
     @property
     def overshot(self) -> bool:
-        """Whether no text of the last token belongs to the answer."""
+        """Whether none of the last token's text belongs to the answer."""
         return self.stopped and self._end <= self._before
 
     def push(self, token: int) -> str:
@@ -152,17 +153,17 @@ class Answer:
         return self.thoughts.push(token, self._stream.push(token))
 
     def finish(self, *, more: bool = False) -> str:
-        """No more tokens come now: return the text that was held back. After a stop text that is
-        "". more: the answer may be continued, so an incomplete character is still held back."""
+        """End the answer: return the text that was held back; "" after a stop text. more: the
+        answer may be continued, so an incomplete character is still held back."""
         if self.stopped:
             return ""
         text = self._add(self.thoughts.finish("" if more else self._stream.flush()))
         return text if self.stopped else text + self._give(len(self._whole))
 
     def ended(self, tokenizer: Tokenizer, ids: Sequence[int]) -> Answer:
-        """This answer as it stays in the conversation, with the text that was held back as the
-        possible beginning of a stop text, and the reason why it ended. ids: its tokens in the log;
-        an interrupt may have come between the two."""
+        """This answer as the conversation keeps it: with the text held back as the possible
+        beginning of a stop text, and the reason why it ended. ids: its tokens in the log, which
+        after an interrupt may differ from those here."""
         made = copy(self)
         made.reason = self.reason or ("stop" if self.stopped else "error")
         if self.generated - self.overshot != len(ids):
@@ -181,7 +182,7 @@ class Answer:
         return self._give(end)
 
     def _give(self, end: int) -> str:
-        """The text up to `end` belongs to the answer: return what was not returned before."""
+        """Return the text up to `end` that was not returned before."""
         text, self._end = self._whole[self._end : end], end
         same = shared(text, self._shown)
         self._shown = self._shown[same:] if same == len(text) else ""
@@ -196,8 +197,9 @@ Step = Callable[[int, list[int], bool], int]
 class Writer:
     """Writes answers after the tokens of `log`, and adds their tokens to it.
 
-    step: does a decode step; position(): how many tokens it has counted then. max_context:
-    positions that the model was trained for. began: when the turn began, as `perf_counter` seconds.
+    step: does a decode step; position(): how many tokens the cache has counted. max_context:
+    positions that the model was trained for. began: when the turn began, in seconds of
+    `perf_counter`.
     """
 
     tools: Tools
@@ -210,11 +212,11 @@ class Writer:
     began: float
 
     def write(self, answer: Answer, logits: Tensor | None) -> Generator[str, None, None]:
-        """Write the answer until it ends, and yield its text. `answer.reason` then says why it
-        ended.
+        """Write the answer until it ends, and yield its text. Sets `answer.reason`, which says why
+        it ended.
 
         logits: of the last token that was read, float32 [V]; None if the pending token is fed
-        first. Raises what a step raises; the log is correct also then.
+        first. If a step raises an error, the log is still correct.
         """
         log, cancelled = self.log, self.tools.cancelling.cancelled
         while not answer.reason:
@@ -225,7 +227,7 @@ class Writer:
                 answer.reason = "user" if token is None else "eos"
                 break
             piece = answer.push(token)
-            if not answer.overshot:  # else it is not fed, as a stop token
+            if not answer.overshot:  # otherwise it is not fed, like a stop token
                 log.pending = token  # last: if `push` raises, the token is not in the transcript
             if answer.stopped:
                 answer.reason = "stop"
@@ -240,8 +242,8 @@ class Writer:
             yield rest
 
     def _next(self, answer: Answer, logits: Tensor | None) -> int | None:
-        """The next token: of these logits, or after the pending token, which is then fed. None if
-        that was stopped."""
+        """The next token: drawn from these logits, or after feeding the pending token. None if that
+        was stopped."""
         pending = self.log.pending
         if pending is None:
             assert logits is not None, "there is no token to begin with"
@@ -253,7 +255,7 @@ class Writer:
         try:
             token = self.step(pending, self._recent(), ahead)
         finally:
-            # If it failed, the position says whether the pending token was counted.
+            # Even after an error, the position says whether the pending token was counted.
             self.log.step(self.position())
         answer.steps += 1
         answer.decode_s += perf_counter() - began
@@ -265,22 +267,21 @@ class Writer:
         return pick(logits, vocab, *how, ops, self._recent())
 
     def _recent(self) -> list[int]:
-        """The last tokens of the conversation, if their logits are penalized."""
+        """The last tokens of the conversation, if their logits are to be penalized."""
         if not self.settings.sampling.penalizes:
             return []
         return [*self.log.fed[-WINDOW:], *self.log.unfed]
 
 
 def thoughts_after(template: Template, read: Sequence[int], settings: AnswerSettings) -> Thoughts:
-    """The thoughts of an answer after a prompt that ends with the tokens `read`, before their first
-    token."""
+    """The empty thoughts of an answer after a prompt that ends with the tokens `read`."""
     tags = template.tags
     opened = tags is not None and tags.opened(read)
     return Thoughts(tags, opened, settings.max_thoughts, settings.thinking)
 
 
 def unanswered(answer: Answer) -> list[str]:
-    """What to tell the user if the thoughts did not end, unless the user ended them."""
+    """A line for the user if the thoughts did not end, unless the user stopped them."""
     if not answer.thoughts.inside or answer.reason in ("user", "error"):
         return []
     way = "`max_thoughts=N` ends its thoughts after N tokens"
@@ -288,9 +289,9 @@ def unanswered(answer: Answer) -> list[str]:
 
 
 def loops(ids: Sequence[int]) -> bool:
-    """Whether at least half of the last tokens, and not only a few, belong to runs that the answer
-    had before, word for word. The figures come from answers of a small model to questions about
-    real texts: where it goes round in circles, nearly all of the last tokens do, else few."""
+    """Whether at least half of the last tokens (and at least `_LEAST`) belong to runs that occurred
+    earlier in the answer, word for word. The limits come from answers of a small model to questions
+    about real texts: if it repeats itself, nearly all of the last tokens do, otherwise few."""
     seen: set[tuple[int, ...]] = set()
     again: set[int] = set()
     for end in range(_RUN, len(ids) + 1):
@@ -304,8 +305,8 @@ def loops(ids: Sequence[int]) -> bool:
 
 
 def looping(ids: Sequence[int], sampling: Sampling, own: Sampling) -> list[str]:
-    """What to tell the user if the answer repeats itself, with what was not tried. own: how the
-    model's makers draw its tokens."""
+    """A line for the user if the answer repeats itself, with settings that may help. own: the
+    sampling that the model's makers recommend."""
     if not loops(ids):
         return []
     ways = [] if sampling.repeat_penalty > 1.0 else ["`repeat_penalty=1.1`"]
@@ -319,12 +320,12 @@ def looping(ids: Sequence[int], sampling: Sampling, own: Sampling) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Compares an answer with the one that was written without eviction.
+    """The comparison of an answer with the one written without eviction.
 
-    tokens: ids of the second answer. text: its text. same: how many first tokens are equal in both.
-    differs: whether the answers differ after these. was and now: the text of the first token that
-    differs, in the first and in the second answer; None if that answer has ended. complete: False
-    if writing was stopped. seconds: wall time.
+    tokens: ids of the second answer. text: its text. same: how many tokens are equal from the
+    beginning. differs: whether the answers differ after these. was and now: the text of the first
+    token that differs, in the first and in the second answer; None if that answer ends there.
+    complete: False if writing was stopped. seconds: wall time.
     """
 
     tokens: tuple[int, ...]
@@ -351,11 +352,10 @@ def rewritten(
     report: TurnReport | None,
     progress: Callable[[int, int], None] | None,
 ) -> Generator[str, None, Verification]:
-    """Write the answer of `report` again, which is the last one of the conversation `ids`; yield
-    its text.
+    """Write the answer of `report`, the last one of the conversation `ids`, again; yield its text.
 
     The chat and its cache do not change. Raises UsageError if there is no answer, or no tier that
-    has its question, and what a step raises.
+    has its question, and the errors of a step.
     """
     began, engine, tokenizer = perf_counter(), tools.engine, tools.tokenizer
     if report is None or not report.tokens.generated:
@@ -366,7 +366,7 @@ def rewritten(
         why = _why_not(tools.recall)
         raise UsageError(f"this answer cannot be verified: {why}", _HINT)
     how: Any = report.sampling
-    # A chat that was saved by an earlier version has no penalty and no limit in its record.
+    # The record of a chat saved by an earlier version has no penalty and no limit.
     sampling = Sampling(**{one.name: how[one.name] for one in fields(Sampling) if one.name in how})
     # An answer that did not end by itself is compared up to its length.
     itself = report.stop_reason in ("eos", "stop")
@@ -408,5 +408,5 @@ _HINT = '`reuse="auto"` with a tier makes that possible for the next answer'
 def _why_not(recall: Recall) -> str:
     """Why an answer cannot be verified."""
     if recall.tier is None or not recall.tokens:
-        return f"there is no tier that has what was read{f' ({recall.why})' if recall.why else ''}"
-    return "the tier does not have its question any more"
+        return f"no tier has what was read{f' ({recall.why})' if recall.why else ''}"
+    return "the tier no longer has its question"

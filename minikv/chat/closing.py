@@ -1,6 +1,5 @@
-"""Closing a turn: what the user is warned of, the figures and the record. Nothing of the record may
-fail, because the turn already counts. Nothing is changed, so that it can be done again after an
-interrupt."""
+"""Closes a turn: warnings for the user, figures and the record. Making the record must not fail,
+because the turn already counts. It changes nothing, so it can be repeated after an interrupt."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ from minikv.chat.transcript import Document, Template
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """For reports only: nothing here changes what is computed. load_s: seconds of loading. kv:
-    number format of cached keys and values. weights: the value of --weights. notes: messages about
-    the model for the user."""
+    """Facts for reports; none of them affects a computation. load_s: seconds of loading. kv: number
+    format of cached keys and values. weights: the value of --weights. notes: messages about the
+    model for the user."""
 
     model: str = ""
     revision: str = ""
@@ -50,7 +49,7 @@ class Facts:
 
     @property
     def form(self) -> str:
-        """Number format of the matrices: plain, or the value of --weights."""
+        """Number format of the matrices: "plain", or the value of --weights."""
         return "plain" if self.weights == "auto" else self.weights
 
 
@@ -66,9 +65,9 @@ def device_memory(device: str) -> DeviceMemory:
 
 
 class Warnings:
-    """The warnings of one turn. lines: those for the turn record. later: those for after the
-    answer. words(line): rewrites a line for
-    the user. notice(line): called with each line; may be None."""
+    """The warnings of one turn. lines: those for the turn record. later: those to show after the
+    answer. words(line): rewrites a line for the user. notice(line): called with each line; may be
+    None."""
 
     def __init__(self, words: Callable[[str], str], notice: Callable[[str], None] | None) -> None:
         self.lines: list[str] = []
@@ -76,13 +75,13 @@ class Warnings:
         self._words, self._notice = words, notice
 
     def tell(self, *lines: str) -> None:
-        """Rewrite each line, keep it for the record and pass it to `notice`."""
+        """Rewrite each line, add it to the record's lines and pass it to `notice`."""
         for line in map(self._words, lines):
             self.lines.append(line)
             self.say([line])
 
     def say(self, lines: Iterable[str]) -> None:
-        """Pass lines to `notice` that are already in the record."""
+        """Pass lines that are already in the record to `notice`."""
         if self._notice is not None:
             for line in lines:
                 self._notice(line)
@@ -92,8 +91,8 @@ def before(
     template: Template, documents: Iterable[Document], question: str, *, first: bool
 ) -> Iterator[str]:
     """Warnings before the texts of a turn are read: about strings that look like control tokens or
-    turn markers of the model, and about characters that its tokenizer loses. first: it is the first
-    turn."""
+    turn markers of the model, and about characters that its tokenizer loses. first: this is the
+    first turn."""
     if first:
         yield from template.notes
     texts = [(document.name or "the document", document.text) for document in documents]
@@ -120,8 +119,8 @@ def _counted(count: int, what: str) -> str:
 
 
 def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
-    """The cache's present figures; if there is no memory to count them, `known`. seen: the tokens
-    that the conversation has fed; after a step that failed the cache holds none of them."""
+    """The cache's present figures, or `known` if there is no memory to count them. seen: the tokens
+    that the conversation has fed; after a failed step the cache holds none of them."""
     try:
         stats = kv.stats()
     except (MemoryError, RuntimeError):
@@ -145,15 +144,15 @@ def prompt_report(
     here: int,
 ) -> TurnReport:
     """The record of a turn whose answer is not written yet; `turn_report` adds the rest. now: the
-    conversation before. stats: of the cache once the prompt was read. here: bytes of the tier in
-    the cache's own memory."""
+    conversation before the turn. stats: of the cache after the prompt was read. here: bytes of the
+    tier in the cache's own memory."""
     shaped_by = None if plan.anew else now.evicted_for_turn
     if shaped_by is None and (read.blind or stats.shaped):
         shaped_by = 0 if read.blind else now.turn + 1
     reused, reread = now.log.seen, 0
     if plan.anew:
         earlier = now.report.tokens.seen_total if now.report is not None else 0
-        # Of what earlier turns wrote, the template may have left thoughts out.
+        # The template may have left out the thoughts of earlier turns.
         reused, reread = plan.given, min(plan.tokens, max(0, earlier - plan.given))
     return TurnReport(
         turn=now.turn + 1,
@@ -195,9 +194,9 @@ def turn_report(
     recall: Recall,
     warnings: Iterable[str],
 ) -> TurnReport:
-    """The record of a turn, or of one whose answer was continued. before: its record without what
-    is new. answer: all of it, with the steps and seconds of the new part only. stats: the figures
-    of the cache after it. seconds: wall time of the new part."""
+    """The record of a turn, or of one whose answer was continued. before: its record without the
+    new part. answer: the whole answer, with the steps and seconds of the new part only. stats: of
+    the cache after it. seconds: wall time of the new part."""
     kv, time, rate = before.kv_bytes, before.time_s, before.rate
     steps = round((rate.decode_tok_s or 0.0) * time.decode) + answer.steps
     decode_s = time.decode + answer.decode_s
@@ -239,7 +238,7 @@ def turn_report(
 
 
 def against_full(stats: CacheStats, recall: Recall) -> AgainstFull:
-    """What is known of an answer without writing it again: if no row is missing at its end, none
-    was missing before. Rows of an int8 tier are not those that were read."""
+    """What is known about an answer without writing it again: if no row is missing at its end, none
+    was missing before. Rows of an int8 tier differ from those that were read."""
     rounded = recall.tokens > 0 and recall.dtype == "int8"
     return AgainstFull(None if stats.gaps or rounded else True)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _MOST = 1 << 60  # rows or bytes
-MOST_STRIDE = 256  # the chunks of a network are multiples of it
+MOST_STRIDE = 256  # the network's chunks are multiples of every allowed stride
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ class EvictionConfig:
     ) -> EvictionConfig:
         """Check names and options. An option goes to the policy that has it, or to both.
 
-        seed: of random draws, unless `options` has another. stride: if not 0, `policy` is a step
-        policy, which also evicts while prompts are read in blocks of `stride` tokens.
+        seed: for random draws, unless `options` has another. stride: if not 0, `policy` is a step
+        policy that also evicts while prompts are read in blocks of `stride` tokens.
 
-        Raises UsageError for any mistake, also in settings that have no effect here. Its hint
-        suggests similar policies, lists the options, or shows what a budget looks like.
+        Raises UsageError for any mistake, even in settings that have no effect here. Its hint
+        suggests similar policies, lists the options, or shows examples of budgets.
         """
         if stride:
             step = _strided(policy, decode, stride)
@@ -96,7 +96,7 @@ class EvictionConfig:
 
     @property
     def evicts(self) -> bool:
-        """Whether there is a policy, and a budget that says what may stay."""
+        """Whether there is a policy, and a budget that limits how much may stay."""
         return self.may_evict and not self.budget.everything
 
     @property
@@ -123,12 +123,12 @@ class EvictionConfig:
         return Rules(prompt, step, budget, self.stride)
 
     def under(self, rows: int) -> EvictionConfig:
-        """With `budget="auto"` decided: so many rows per head, 0 for all there are."""
+        """These settings with `budget="auto"` decided: `rows` rows per head, 0 for all."""
         return replace(self, budget=Budget("auto", Fraction(rows)))
 
     def budget_record(self) -> dict[str, object]:
         """The budget for the turn record: unit and value, both None without a policy. The value of
-        "auto" is the rows per head that it stands for; None: all there are."""
+        "auto" is the number of rows per head that it stands for; None: all."""
         if not self.may_evict:
             return {"unit": None, "value": None}
         if self.budget.everything:
@@ -149,7 +149,7 @@ def _strided(policy: str, decode: str, stride: int) -> Method:
     if stride < 1 or stride > MOST_STRIDE or stride & (stride - 1):
         raise UsageError(
             f"`stride` must be a power of two up to {MOST_STRIDE}, got {stride}",
-            "1 is the papers' way, 32 is much faster",
+            "1 is as in the papers, 32 is much faster",
         )
     names = [name for name in step_names() if name != "none"]
     if policy not in names:
@@ -158,7 +158,7 @@ def _strided(policy: str, decode: str, stride: int) -> Method:
         )
     if decode not in ("auto", policy):
         raise UsageError(
-            f'with `stride`, {policy} reads and writes: `decode="{decode}"` does not go with it',
+            f"with `stride`, {policy} also evicts while writing, not {decode}",
             "leave `decode` out",
         )
     return find(policy, step=True)
@@ -175,7 +175,7 @@ def read_budget(text: str | int) -> Budget:
 
 
 def stated(budget: str) -> str:
-    """`budget`, if a measurement can be made under it. Raises UsageError."""
+    """Return `budget` if a measurement can be made under it. Raises UsageError."""
     if budget == "auto":
         raise UsageError(
             '`budget="auto"` evicts nothing while everything fits: there is nothing to measure',

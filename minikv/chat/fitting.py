@@ -1,7 +1,6 @@
-"""What fits into memory: `budget="auto"`, and the figures of `minikv plan`.
+"""Computes what fits into memory, for `budget="auto"` and `minikv plan`.
 
-The figures for the cache are those with which the engine itself plans a prompt
-(`minikv.cache.plan`).
+The engine itself plans a prompt with the same figures for the cache (`minikv.cache.plan`).
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from minikv.kernels.evict import cpu
 from minikv.policies.repeats import Wording
 
 USEFUL = 512
-"""`budget="auto"` takes no fewer tokens per head: they would save little beside what reading
-takes."""
+"""The smallest budget that `budget="auto"` chooses, in tokens per head: a smaller one would save
+little compared to the memory for reading."""
 _WORDS = Wording((0,) * 32, (0,) * 32, (0,) * 32)
 """The most tokens that a template or a tokenizer may need for a request to repeat a text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides how much fits beside the weights.
+    """The facts that decide how much fits in addition to the weights.
 
-    dtype: of the network. kv: of stored keys and values. work(tokens): bytes that the network needs
-    to read so many tokens. beside(tokens): bytes of a tier in the cache's own memory. gpu: that is
-    a GPU's. ops: the kernels, as far as memory depends on them.
+    dtype: the network's. kv: that of stored keys and values. work(tokens): bytes that the network
+    needs to read that many tokens. beside(tokens): bytes of a tier in the cache's own memory. gpu:
+    this memory is a GPU's. ops: the kernels, as far as memory depends on them.
     """
 
     shape: Shape
@@ -59,9 +58,9 @@ class Machine:
         return plan_prompt(prompt, setup), setup
 
     def needs(self, eviction: EvictionConfig, tokens: int, answer: int) -> tuple[int, int] | None:
-        """Bytes beside the weights for a first prompt of `tokens` tokens and an answer, and for a
-        later question, which is read into another arena, beside the rows of the one before. None
-        if the policies cannot work so. Without eviction there is no tier."""
+        """Bytes in addition to the weights: for a first prompt of `tokens` tokens and an answer,
+        and for a later question, whose arena exists at the same time as the earlier one's. None if
+        the policies cannot work with this. Without eviction there is no tier."""
         try:
             plan, setup = self.plan(eviction, tokens, answer)
         except (UsageError, ContextError):
@@ -72,7 +71,7 @@ class Machine:
         return first, first + found.rows
 
     def tier(self, rules: Rules, tokens: int) -> int:
-        """Bytes of a tier of `tokens` tokens beside the cache's rows, in its own memory."""
+        """Bytes of a tier of `tokens` tokens in the cache's own memory."""
         return self.beside(tokens) if rules.evicts and rules.cannot_recall is None else 0
 
     def rows(
@@ -83,11 +82,11 @@ class Machine:
         free: int | None,
         held: int = 0,
     ) -> int:
-        """The rows per head of `budget="auto"` for a conversation of `tokens` tokens and an answer:
-        0 if all fit into `free` bytes (None: not known) with an eighth of them to spare, else as
-        many as do, at least `USEFUL` or what the policies need. Two digits, so that a little more
-        free memory changes nothing. held: bytes that the cache has now, which are freed once the
-        prompt is read."""
+        """The rows per head that `budget="auto"` stands for in a conversation of `tokens` tokens
+        and an answer: 0 if all fit into `free` bytes (None: not known) with an eighth of them to
+        spare, otherwise as many as fit, at least `USEFUL` or what the policies need. Rounded to two
+        digits, so that a little more free memory changes nothing. held: bytes that the cache has
+        now, which are freed once the prompt is read."""
         if free is None or not eviction.may_evict:
             return 0
 
@@ -111,7 +110,7 @@ class Machine:
 
 
 def likely(name: str, *, gpu: bool) -> Kernels:
-    """The kernels that a chat with the setting `kernels` of this name will have, as far as memory
+    """The kernels that a chat with this value of the setting `kernels` will have, as far as memory
     depends on them. Nothing is compiled."""
     ops = Kernels()
     if gpu:
@@ -122,7 +121,7 @@ def likely(name: str, *, gpu: bool) -> Kernels:
 
 
 def usable(free: int) -> int:
-    """The part of the free bytes beside the weights that a chat plans with."""
+    """How many of the free bytes, after the weights, a chat may plan with."""
     return free - free // 8
 
 
@@ -135,7 +134,7 @@ def too_much(nbytes: int, free: int | None) -> str:
 
 
 def fit_words(rows: int, tokens: int) -> str:
-    """What `Machine.rows` found for `tokens` tokens, in words."""
+    """The result of `Machine.rows` for `tokens` tokens, in words."""
     if not rows:
         return "all of it fits: nothing is evicted"
     most = "no more than " if rows <= USEFUL else ""
@@ -145,8 +144,8 @@ def fit_words(rows: int, tokens: int) -> str:
 def tier_beside(
     shape: Shape, dtype: torch.dtype, tokens: int, tier: str, tier_dtype: str, *, cuda: bool
 ) -> int:
-    """Bytes that a tier of `tokens` tokens adds to the cache's own memory. tier and tier_dtype: as
-    `Settings` has them. A prompt is staged in the tier itself, unless that is int8."""
+    """Bytes that a tier of `tokens` tokens adds to the cache's own memory. tier and tier_dtype: see
+    `Settings`. A prompt is staged in the tier itself, unless the tier is int8."""
     if tier != "ram" or cuda:
         return 0
     coded = tier_dtype == "int8"

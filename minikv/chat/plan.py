@@ -1,6 +1,6 @@
 """Decides what a chat reads for the next question: `plan`, a pure function of plain values.
 
-Below it: how messages become tokens (`Composer`).
+`Composer` turns messages into tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minikv.errors import ContextError, MemoryShortError, UsageError
 Compose = Callable[[Sequence[Message]], list[int]]
 
 PROBES = ("a", "7?")
-"""Two questions without a common first or last character."""
+"""Two questions whose first and last characters differ."""
 _NO_DOCUMENT = 'there is no document to evict beforehand: `reuse="blind"` changes nothing here'
 _NO_TIER = '`tier="none"`'
 _LONG = 256 << 10
@@ -44,8 +44,8 @@ class History:
 
     fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
     if the cache is empty, the tokens as far as they are known. documents: those that came with each
-    question. read: tokens of the conversation up to the last answer; seen: and with it, as far as
-    it was fed. cut: see `TokenLog`.
+    question. read: how many tokens the conversation has up to the last answer. seen: the same with
+    the part of that answer that was fed. cut: see `TokenLog`.
     """
 
     fed: Sequence[int] = ()
@@ -69,9 +69,9 @@ class History:
 @dataclass(frozen=True, slots=True)
 class Question:
     """The next question. messages: the conversation with it. documents: those that come with it.
-    ids: the tokens of `messages` that the cache has not seen, up to where the answer begins;
-    `compose` makes them. opening, following: see `Template`. begins: the position at which its turn
-    begins, if there are no earlier turns, but messages (`ChatSession.follow`)."""
+    ids: the tokens of `messages` that the cache has not seen, up to where the answer begins; made
+    by `compose`. opening, following: see `Template`. begins: the position at which its turn begins,
+    if there are earlier messages but no earlier turns (`ChatSession.follow`)."""
 
     messages: Sequence[Message]
     documents: Sequence[Document]
@@ -84,11 +84,11 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
-    """The settings that decide. rules: those of `eviction`. reuse: one of `REUSES`. remembers:
-    the store has rows of the first prompt, or gets them. rereads: read everything again with this
-    question. keeps_cache: `auto` must not read anything again. pinned: tokens at the beginning that
-    must never be evicted. max_context: positions that the model was trained for. drops: `overflow`
-    is "drop"."""
+    """The settings that the decision depends on. rules: those of `eviction`. reuse: one of
+    `REUSES`. remembers: the store has rows of the first prompt, or will store them. rereads: read
+    everything again with this question. keeps_cache: `auto` must not read anything again. pinned:
+    tokens at the beginning that must never be evicted. max_context: positions that the model was
+    trained for. drops: `overflow` is "drop"."""
 
     eviction: EvictionConfig
     rules: Rules
@@ -118,15 +118,15 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What a turn reads.
+    """The prompts that a turn reads.
 
     reuse: for the turn record. parts: the prompts, in order. anew: they are read into an empty
     cache. pinned: with `anew`, how many first positions are never evicted. recalled: the only part
-    is the whole conversation, of which the tier gives the first `given` tokens. begins: the
-    position at which the last turn begins, if the only part is the whole conversation. asks: the
-    last part only asks about what was read before it. why: a line for the user. auto: `auto` chose
-    this, so `why` is told once and not with each question. instead: what is read if the user
-    stops reading again; None if nothing is read again, or only that fits.
+    is the whole conversation, and the tier provides its first `given` tokens. begins: the position
+    at which the last turn begins, if the only part is the whole conversation. asks: the last part
+    only asks about what was read before it. why: a line for the user. auto: `auto` chose this, so
+    `why` is shown once and not with each question. instead: the plan if the user stops the
+    rereading; None if nothing is read again, or if only this plan fits.
     """
 
     reuse: str
@@ -164,11 +164,11 @@ class PromptPlan:
 def plan(
     history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
 ) -> PromptPlan:
-    """What to read so that the cache has seen `question`. held: the figures of the cache.
+    """Plan what to read so that the cache has seen `question`. held: the figures of the cache.
 
-    The first row that is true decides. "tier": `recalls` is true (for a first prompt also if the
-    store has its beginning, or gets it), and the tier has room. "blind":
-    see `PlanSettings`; for `auto` it needs a policy with a second pass. "all": the conversation,
+    The first row whose condition holds decides. "tier": `recalls` is true (for a first prompt, also
+    if the store has its beginning or will store it), and the tier has room. "blind": see
+    `PlanSettings`; under `auto` only with a policy that has a second pass. "all": the conversation,
     into an empty cache. "new": only what the cache has not seen.
 
     | cache  | if                                             | it reads                 | record  |
@@ -188,13 +188,13 @@ def plan(
     |        | and the policy does not ask, or `keeps_cache`  |                          |         |
     | filled |                                                | new                      | once    |
 
-    * "refresh" if there were turns. ** The user may stop what `auto` reads again, if then the new
-    tokens fit: of a recall, what the tier has lost of earlier prompts.
+    * "refresh" if there were turns. ** The user may stop this rereading under `auto`, if the new
+    * tokens alone fit. A recall rereads only what the tier has lost of earlier prompts.
 
-    Raises ContextError if it does not fit the model; and UsageError if `reuse` is "recall" and the
-    policies or the settings rule that out.
+    Raises ContextError if the prompts do not fit the model; and UsageError if `reuse` is "recall"
+    and the policies or the settings rule that out.
     """
-    way = _behind_what_is_there if history.fed else _from_the_beginning
+    way = _after_cached if history.fed else _from_the_beginning
     found = way(history, question, held, tier, settings)
     refuse(found, history, settings)
     return found
@@ -223,7 +223,7 @@ def _from_the_beginning(
     return PromptPlan("once", cut, True, settings.pinned, asks=True, why=why)
 
 
-def _behind_what_is_there(
+def _after_cached(
     history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
 ) -> PromptPlan:
     """The plan if the cache has seen the conversation up to the question."""
@@ -266,8 +266,8 @@ def _behind_what_is_there(
 
 
 def recalls(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> bool:
-    """Whether the question is answered from a tier, if that has room. Raises UsageError if `reuse`
-    is "recall" and the policies or `tier="none"` rule that out."""
+    """Whether the question is answered from a tier, if the tier has room. Raises UsageError if
+    `reuse` is "recall" and the policies or `tier="none"` rule that out."""
     if settings.remembers and not history.fed and not settings.blind:
         return True
     # Without eviction the cache has all rows, unless it is empty or another policy evicted.
@@ -288,7 +288,7 @@ def _auto(
     history: History, held: CacheStats, tier: Stored, settings: PlanSettings
 ) -> tuple[str, str]:
     """What `auto` does without a tier, "refresh" or "once", and a line for the user that says why.
-    Nothing else matters, e.g. no time: the same chat gets the same answers on every machine."""
+    Measured time plays no part: the same chat gets the same answers on every machine."""
     if not any(history.documents) or not held.evicted:
         return "once", ""
     policy = settings.eviction.policy
@@ -319,7 +319,7 @@ def reads_again(history: History, held: CacheStats, tier: Stored, settings: Plan
 
 def _last_turn(history: History, question: Question, ids: Sequence[int]) -> int:
     """The position at which the last turn begins in `ids`, the whole conversation: how many of its
-    tokens are those that earlier turns read and wrote."""
+    tokens come from earlier turns."""
     if question.begins is not None:
         return question.begins
     return shared((history.fed or history.known)[: history.seen], ids)
@@ -340,8 +340,8 @@ def parts(
 ) -> tuple[list[int], ...]:
     """Cut `ids`, the tokens of `messages`, where documents end and the questions about them begin.
 
-    asked: for each message with documents, its index and the text of its documents. compose: makes
-    `ids` of `messages`. A cut is where the ids begin to differ if the question is replaced by
+    asked: for each message with documents, its index and the text of its documents. compose: turns
+    `messages` into `ids`. A cut is where the ids begin to differ if the question is replaced by
     either of two others. So no token of a question is before its cut, whatever the template and the
     tokenizer do.
     """
@@ -372,9 +372,10 @@ def refuse(found: PromptPlan, history: History, settings: PlanSettings) -> None:
 def refuse_long(
     tokenizer: Tokenizer, text: str, seen: int, max_context: int, *, drops: bool
 ) -> None:
-    """Raise ContextError for a text of more than twice as many tokens as fit, by its beginning:
-    tokenizing all of it takes a hundred times its memory. Cut into pieces, a text has a few tokens
-    more than whole, and not twice as many. seen: tokens that the cache has seen."""
+    """Raise ContextError for a text of more than twice as many tokens as fit, without tokenizing
+    all of it, which takes a hundred times the text's memory. The text is tokenized in pieces, which
+    gives slightly more tokens than the whole text, but not twice as many. seen: tokens that the
+    cache has seen."""
     count, pieces = 0, range(0, len(text), _LONG)
     for at in pieces if len(pieces) > 1 else ():
         count += len(tokenizer.encode(text[at : at + _LONG]))
@@ -383,8 +384,8 @@ def refuse_long(
 
 
 def _too_long(tokens: str, used: int, seen: int, max_context: int, *, drops: bool) -> ContextError:
-    """The error for a prompt of so many tokens. used: positions that stay in use. seen: tokens that
-    the cache has seen. drops: `overflow` is "drop", which does not suffice."""
+    """The error for a prompt of `tokens` tokens. used: positions that stay in use. seen: tokens
+    that the cache has seen. drops: `overflow` is "drop", and even that is not enough."""
     by_chat = f", {used:,} of them used by this chat" if used else ""
     choices = ["a shorter document", "a model with a longer context"]
     if seen:
@@ -412,11 +413,11 @@ def start(template: Template, system: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Composer:
-    """Makes prompts with a chat template. free(): free bytes of host memory, None if not known.
-    stopped(): whether tokenizing must stop; ten megabytes of text take seconds.
+    """Turns messages into token ids with a chat template. free(): free bytes of host memory, None
+    if not known. stopped(): whether tokenizing must stop; ten megabytes of text take seconds.
 
-    Its methods raise Interrupted if it is stopped, and MemoryShortError where the tokenizer's
-    library would run out of memory and end the process.
+    Its methods raise Interrupted if stopped, and MemoryShortError if the tokenizer's library would
+    run out of memory and abort the process.
     """
 
     template: Template
@@ -428,7 +429,7 @@ class Composer:
         return self._ids(self.template.opening, messages, messages)
 
     def following(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of what comes after the last answer, up to where the next one begins."""
+        """Token ids after the last answer, up to where the next one begins."""
         return self._ids(self.template.following, messages, messages[-1:])
 
     def question(

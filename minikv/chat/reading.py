@@ -1,7 +1,8 @@
 """Reads the planned prompts, or others if reading is stopped or the tier fails.
 
-A policy with a second pass (`minikv.policies.kvzip`) has what was read repeated: the requests for
-that, what it costs, and where keys and values are kept meanwhile are here, too.
+A policy with a second pass (`minikv.policies.kvzip`) makes the model repeat the text. This module
+also makes the requests for that, computes the cost, and decides where keys and values are stored
+meanwhile.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from minikv.policies.repeats import Wording
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with "
-_FEW = 256  # of fewer tokens that are read twice nothing is said: a question alone is read at once
+_FEW = 256  # no message for fewer tokens that are read twice: a question alone is read instantly
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What a chat reads and writes with."""
+    """The parts of a chat that read and write."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -53,8 +54,8 @@ class Read:
 
     seconds: wall time without `fidelity_s`. logits: of the last token, float32 [V]. evict_s:
     seconds of eviction. peak: the most bytes allocated at once. blind: a policy that scores with
-    the question evicted before a question was read. loss: of the last part. fidelity: of a recalled
-    prompt, if it was measured; fidelity_s: seconds of measuring.
+    the question has evicted before a question was read. loss: of the last part. fidelity: of a
+    recalled prompt, if measured; fidelity_s: seconds of measuring.
     """
 
     seconds: float
@@ -70,9 +71,9 @@ class Read:
 @dataclass(frozen=True, slots=True)
 class Reader:
     """Reads the prompt of a turn. seen: the token ids that the cache has seen. room: expected
-    tokens of the answer. fidelity: whether to measure what a recalled prompt loses.
-    progress(done, total): called between chunks, in tokens; those that a policy reads twice count
-    twice. warn(line): shows a line to the user."""
+    tokens of the answer. fidelity: whether to measure what a recalled prompt loses. progress(done,
+    total): called between chunks, in tokens; tokens that a policy reads twice count twice.
+    warn(line): shows a line to the user."""
 
     tools: Tools
     settings: PlanSettings
@@ -83,11 +84,11 @@ class Reader:
     warn: Callable[[str], None]
 
     def read(self, plan: PromptPlan, again: Callable[[], PromptPlan]) -> tuple[PromptPlan, Read]:
-        """Read what `plan` says. If `skip` stops that, read `plan.instead`. If the tier is damaged,
-        read what `again()` says then. Returns the plan that was carried out and its result.
+        """Carry out `plan`. If `skip` stops that, carry out `plan.instead`; if the tier is damaged,
+        the plan that `again()` returns then. Returns the plan that was carried out and its result.
 
-        The user is told first what a second pass costs. After any error, the cache is as it was
-        before. Otherwise the caller calls `Recall.scored` once the turn counts.
+        The user is told beforehand what a second pass costs. After any error, the cache is as it
+        was before. Otherwise the caller must call `Recall.scored` once the turn counts.
         """
         cancelling, recall = self.tools.cancelling, self.tools.recall
         try:
@@ -104,7 +105,7 @@ class Reader:
                     if plan.instead is None or cancelling.cancelled() or not cancelling.skipped:
                         raise
                     plan = plan.instead
-                    cancelling.rereading = False  # first: from here on `skip` is `cancel`
+                    cancelling.rereading = False  # first: from here on `skip` means `cancel`
                     cancelling.skipped = False
                     self.warn("stopped reading again: this answer comes from the cache as it is")
                 else:
@@ -117,11 +118,11 @@ class Reader:
             cancelling.rereading = False
 
     def _feed(self, plan: PromptPlan) -> Read:
-        """Feed the prompts. `Engine.prompt` undoes one prompt; if there are several, or they
+        """Feed the prompts. `Engine.prompt` can undo one prompt; if there are several, or they
         replace the content of the cache, the old cache is kept until all of them were read."""
         began, engine, kv = perf_counter(), self.tools.engine, self.tools.engine.kv
         replaces, gaps, found = plan.anew and kv.position > 0, False, list[tuple[State, int]]()
-        done, work, coming = 0, 0, plan.length  # tokens of the parts before, of this one, and after
+        done, work, coming = 0, 0, plan.length  # tokens of earlier parts, this one, and later ones
 
         def between_chunks(so_far: int, of: int) -> None:
             nonlocal work
@@ -168,8 +169,8 @@ class Reader:
         finally:
             kv.sentences = None
         pages.give_back()
-        # Until the last prompt was read, the old cache is kept, in case of an error. A recall
-        # counts the old rows itself.
+        # The old cache is kept until the last prompt was read, in case of an error. A recall counts
+        # the old rows itself.
         kept = before.arena.nbytes
         first = kept if replaces and not plan.recalled else 0
         peaks = [peak + (kept if number else first) for number, (_, peak) in enumerate(found)]
@@ -186,8 +187,8 @@ class Reader:
         )
 
     def _fidelity(self, plan: PromptPlan, logits: Tensor) -> Fidelity | None:
-        """Measure what the prompt lost, if it was recalled and that is wanted. logits: of its last
-        token."""
+        """Measure what the prompt lost, if it was recalled and `fidelity` is set. logits: of its
+        last token."""
         if not (plan.recalled and self.fidelity):
             return None
         try:
@@ -197,9 +198,9 @@ class Reader:
             return Fidelity()
 
     def _scoring(self, plan: PromptPlan) -> Iterator[str]:
-        """If a second pass scores this prompt, prepare it: make the requests, and a place for keys
-        and values until `Recall.scored`. Yields lines that tell the user the cost, also of a prompt
-        that is read once before for the probabilities of its tokens.
+        """If a second pass scores this prompt, prepare it: make the requests, and decide where keys
+        and values are stored until `Recall.scored`. Yields lines that tell the user the cost, and
+        likewise for a prompt that is first read for the probabilities of its tokens.
 
         Raises ContextError, UsageError if the budget is too small, and what `keep` raises.
         """
@@ -230,7 +231,8 @@ class Reader:
 
 
 def wording(tokenizer: Tokenizer, template: Template) -> Wording:
-    """The requests of KVzip's release, and the tokens that the template puts after a question."""
+    """The requests as in KVzip's release, and the tokens that the template puts after a
+    question."""
     one, two = (template.opening([Message("user", text)]) for text in PROBES)
     count = shared(one[::-1], two[::-1])
     return Wording(
@@ -241,7 +243,7 @@ def wording(tokenizer: Tokenizer, template: Template) -> Wording:
 
 
 def sentences(kv: KVCache, tokenizer: Tokenizer, ids: Sequence[int]) -> Tensor | None:
-    """See `PromptView.sentences`; None if no policy asks. ids: of the whole conversation."""
+    """See `PromptView.sentences`; None if no policy needs it. ids: of the whole conversation."""
     if not kv.rules.evidence.sentences:
         return None
     ended = accumulate(tokenizer.sentence_ends(ids), initial=0)
@@ -249,16 +251,16 @@ def sentences(kv: KVCache, tokenizer: Tokenizer, ids: Sequence[int]) -> Tensor |
 
 
 def prepare(kv: KVCache, tokenizer: Tokenizer, template: Template) -> None:
-    """Make the requests of the cache, unless they were made before."""
+    """Make the requests for the cache's second pass, unless they exist already."""
     if not any((kv.words.first, kv.words.later, kv.words.answer)):
         kv.words = wording(tokenizer, template)
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What scoring costs in addition to reading. read: tokens of the prompts that are scored.
-    longest: tokens of the longest one. tokens: of the second pass over all of them. most: the cost
-    of the prompt that takes the most memory."""
+    """The cost of scoring in addition to reading. read: tokens of the prompts that are scored.
+    longest: tokens of the longest one. tokens: those of the second pass over all of them. most: the
+    cost of the prompt that takes the most memory."""
 
     read: int = 0
     longest: int = 0
@@ -266,7 +268,7 @@ class Scoring:
     most: PassCost = field(default_factory=PassCost)
 
     def line(self, *, in_file: bool) -> str:
-        """A line that tells the user the cost beforehand. in_file: keys and values are kept in a
+        """A line that tells the user the cost beforehand. in_file: keys and values are stored in a
         file."""
         times, most = (self.read + self.tokens) / max(1, self.read), self.most
         held = f"{size(most.ram)} of RAM"
@@ -300,7 +302,7 @@ def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks:
 
 
 def _loss(layers: Sequence[float | None], *, gaps: bool) -> Loss:
-    """An estimate, which does not include rows that had left before the prompt (`gaps`). layers:
+    """An estimate, without rows that had left before the prompt (`gaps`). layers:
     see `Outcome.lost`."""
     lost = [(share, layer) for layer, share in enumerate(layers) if share is not None]
     if gaps or not lost:
@@ -309,9 +311,9 @@ def _loss(layers: Sequence[float | None], *, gaps: bool) -> Loss:
 
 
 def foreseen(kv: KVCache, plan: PromptPlan) -> int:
-    """How many tokens of the prompts are read once before, because the policy needs their
-    probabilities: those of the prompts after which it must evict (see `Prefill.predict`).
-    Raises UsageError if the budget is too small."""
+    """How many tokens of the prompts are first read for their probabilities, because the policy
+    needs these: the tokens of the prompts after which it must evict (see `Prefill.predict`). Raises
+    UsageError if the budget is too small."""
     rules, shape = kv.rules, kv.shape
     if rules.prompt is None or not rules.prompt.evidence.predicted:
         return 0
@@ -319,7 +321,7 @@ def foreseen(kv: KVCache, plan: PromptPlan) -> int:
     each, found = None if plan.anew else kv.budget_rows, 0
     for part in plan.parts:
         position += len(part)
-        # A share becomes a number of rows with the first prompt.
+        # A share becomes a number of rows at the first prompt.
         each = each or rules.budget_rows(position, shape, kv.kv)
         totals = rules.layer_totals(each, position, shape, pinned)
         held = [shape.kv_heads * min(position, window or position) for window in shape.windows]
@@ -330,10 +332,10 @@ def foreseen(kv: KVCache, plan: PromptPlan) -> int:
 
 
 def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
-    """Decide where keys and values are kept until they are scored, and create the file if it is
+    """Decide where keys and values are stored until they are scored, and create the file if it is
     one. Returns True for a file, which exists until `Recall.scored`, and False for RAM, of which
-    nothing is allocated yet. If `recall.kind` is "file", RAM is used only if a file failed before
-    in this conversation, or needs more RAM than is free.
+    none is allocated yet. If `recall.kind` is "file", RAM is used only if a file failed before in
+    this conversation, or needs more RAM than is free.
 
     Raises MemoryShortError if there is no room, and UsageError if `recall.kind` is "file" and the
     file cannot be created.

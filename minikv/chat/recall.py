@@ -1,8 +1,8 @@
-"""A chat's tier: where the exact keys and values of its conversation are kept, and for which
+"""A chat's tier: where the exact keys and values of its conversation are stored, and for which
 tokens.
 
-The tier knows the tokens of its rows. So after an undone turn, another loaded chat or another
-policy, `Recall` uses the rows of the tokens that the conversation still begins with.
+The tier knows the tokens of its rows. So after an undone turn, a loaded chat or a change of policy,
+`Recall` uses the rows of the tokens with which the conversation still begins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minikv.errors import MinikvError, UsageError
 class Place:
     """Where a tier's file is created. identity: of the model whose rows it holds, for the file's
     header. named: the file keeps its name until it is closed, and may be renamed. Otherwise the
-    name is removed at once, so that the file is deleted with the process."""
+    name is removed at once, so that the file is deleted when the process ends."""
 
     path: Path
     identity: Mapping[str, object] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Place:
 
 
 def somewhere() -> Place:
-    """A new file in $TMPDIR, or in /var/tmp, whose files take no memory, as those of /tmp may."""
+    """A new file in $TMPDIR or in /var/tmp. Files in /tmp may be in memory."""
     folder = Path("/var/tmp")
     if "TMPDIR" in os.environ or not os.access(folder, os.W_OK):
         folder = Path(tempfile.gettempdir())
@@ -50,11 +50,11 @@ _STAYS = "for later questions, all that was read stays in"
 class Recall:
     """Manages the tier of a chat.
 
-    kind: one of `TIERS`; may be set between turns. why: why there is no tier, after one was
-    needed; else "". where(): where to create a file; raises UsageError. say(line): called once per
-    conversation, with a line about where its tier is, or why there is none. store: of prompts that
-    were read in other conversations; None: they are not remembered. remembering: the prompt under
-    way must be read with the tier, because the store has rows of it or gets them."""
+    kind: one of `TIERS`; may be set between turns. why: if a tier was needed and there is none, the
+    reason; otherwise "". where(): where to create a file; raises UsageError. say(line): called once
+    per conversation, with a line about where its tier is, or why there is none. store: the prompts
+    that were read in other conversations; None: they are not remembered. remembering: the prompt
+    under way must be read with the tier, because the store has rows of it or will store them."""
 
     def __init__(
         self,
@@ -71,22 +71,23 @@ class Recall:
         self.where: Callable[[], Place] = somewhere
         self.say: Callable[[str], None] = lambda line: None
         self._told = False
-        self.broken = ""  # why files are not tried again in this conversation
+        self.broken = ""  # why this conversation does not try files again
         self.why = ""
         self.store: Store | None = None
         self.remembering = False
-        self._becomes = False  # the tier becomes an entry of the store
+        self._becomes = False  # the tier will become an entry of the store
         self._source: Path | None = None  # the entry whose rows the tier has
-        self._entry: FileRows | None = None  # it is being written to disk
+        self._entry: FileRows | None = None  # the entry that is being written to disk
 
     @classmethod
     def lent(cls, lender: Recall, kv: KVCache, chunk: int) -> Recall:
-        """The tier of a chat, lent to another one over the same network for one question. That one
-        keeps no rows and counts none as its own, so the tier, which has exact rows, stays as it is.
+        """The tier of a chat, lent to another chat with the same network for one question. The
+        borrower stores no rows and reports none as its own, so the lender's exact rows stay as they
+        are.
 
-        chunk: how many tokens the network reads together. What the tier does not give is read from
-        the beginning of a chunk on: then the numbers are those of reading everything, to the last
-        bit, if the tier's rows were read in the same chunks.
+        chunk: how many tokens the network reads together. Tokens that the tier does not have are
+        read from the beginning of a chunk on. Then all numbers are bit-identical to those of
+        reading everything, if the tier's rows were read in the same chunks.
         """
         assert lender.tier is not None
         assert lender.dtype == "same"
@@ -141,7 +142,7 @@ class Recall:
 
     @property
     def header(self) -> Header:
-        """What an entry of the store for this chat is of."""
+        """The header of an entry of the store for this chat."""
         shape = self._kv.shape
         identity = {} if self.store is None else self.store.identity
         return Header(shape.layers, shape.kv_heads, self.columns, identity)
@@ -152,16 +153,18 @@ class Recall:
         return [] if self.tier is None else list(self.tier.ids[: self.tier.length])
 
     def has(self, ids: Sequence[int]) -> int:
-        """How many of the first tokens `ids` are in the tier. As `given`, but it drops no rows."""
+        """How many of the first tokens of `ids` are in the tier. Like `given`, but drops no
+        rows."""
         return shared(self.ids, ids)
 
     # -- before a prompt ----------------------------------------------------------------------
 
     def stored(self, tokens: int | None = None) -> Stored:
-        """What the tier has, for a plan. tokens: the question may be answered from it, and the
-        conversation has so many tokens: then a tier is created if needed. Raises as `ready`."""
+        """The tier's content, for a plan. tokens: if set, the question may be answered from the
+        tier, and the conversation has this many tokens; then a tier is created if needed. Raises as
+        `ready`."""
         room = tokens is not None and self.ready(tokens)
-        if self._chunk:  # a single token would be read as a step is, with other sums
+        if self._chunk:  # a single token would be read like a step, with differently rounded sums
             least = max(2, self._kv.observed(tokens or 0, 0))
             return Stored(self.ids, room, self.why, self.kind, least, self._chunk)
         return Stored(self.ids, room, self.why, self.kind)
@@ -177,7 +180,7 @@ class Recall:
         self.why = '`tier="none"`' if self.kind == "none" else self._kv.rules.cannot_recall or ""
         if self.why:
             return False
-        # On a GPU, and where the user wants it, what the store gave is moved to memory.
+        # On a GPU, or if the user wants it, rows from the store are moved to memory.
         if self.file is None or (self._places[0] == "ram" and not self.file.kept):
             reasons: list[str] = []
             for place in self._places:
@@ -197,8 +200,8 @@ class Recall:
 
     @property
     def _places(self) -> tuple[str, ...]:
-        """Where the tier may be, the best place first. On a CPU a tier in RAM would take what
-        eviction frees."""
+        """Where the tier may be, the best choice first. On a CPU a tier in RAM would take the
+        memory that eviction frees."""
         if self.kind != "auto":
             return (self.kind,)
         return ("file", "ram") if self._kv.device.type == "cpu" else ("ram", "file")
@@ -207,13 +210,13 @@ class Recall:
         return row_nbytes(self._kv.shape, self._kv.dtype, self._coded) * tokens
 
     def _no_ram(self, tokens: int, because: str) -> str:
-        """Have a tier in host memory with room for `tokens` tokens. Returns "", or why there is no
+        """Make a tier in host memory with room for `tokens` tokens. Returns "", or why there is no
         room. because: why it cannot be in a file, for the message. Raises UsageError if there is no
         room and `kind` is "ram"."""
         have, free = 0 if self.file is not None else self.nbytes, self.free()
         need = self._bytes(RamRows.room(tokens, self._kv.shape.max_context))
         if free is not None and need - have > free - free // 8:
-            no = f"what was read takes {size(need)} of RAM, and {size(free + have)} are free"
+            no = f"in RAM it takes {size(need)}, and {size(free + have)} are free"
             if self.kind == "ram":
                 raise UsageError(
                     f'`tier="ram"` does not fit: {no}',
@@ -222,7 +225,7 @@ class Recall:
             return no
         if self.tier is None or self.file is not None:
             if self.file is not None:
-                with contextlib.suppress(TierError):  # who reads it finds the damage
+                with contextlib.suppress(TierError):  # a reader detects the damage
                     self._to_ram(self.file, self.ids)
                 return ""
             self._take(None)
@@ -308,10 +311,11 @@ class Recall:
     # -- prompts of other conversations ---------------------------------------------------------
 
     def remember(self, ids: Sequence[int], about: str, why: str = "") -> Iterator[str]:
-        """Before a prompt is planned: rest on what the store has of the conversation's tokens
-        `ids`, and if much of it is new, make the tier an entry of the store. about: for people.
-        why: why the prompt must be read whole. Yields warnings. Without a store, if the tier has
-        nearly all, and if anything fails, the prompt is read as without a store."""
+        """Before a prompt is planned: use the rows that the store has for the conversation's tokens
+        `ids`, and if many tokens are new, make the tier an entry of the store. about: a description
+        for people. why: why the prompt must be read whole. Yields warnings. If there is no store,
+        if the tier has nearly all tokens, or if anything fails, the prompt is read as without a
+        store."""
         if self.store is None or len(ids) - self.has(ids) < self.store.least:
             return
         try:
@@ -359,8 +363,8 @@ class Recall:
             )
 
     def _remembered(self, ids: Sequence[int]) -> None:
-        """The prompt was read, and the tier has all of it. If it becomes an entry, which never
-        changes, the conversation continues in a tier that rests on it."""
+        """The prompt was read, and the tier has all of it. If the tier becomes an entry, which
+        never changes, the conversation continues in a new tier that begins with it."""
         self.remembering, self._source, rows = False, None, self.file
         assert self.store is not None
         if self._becomes and rows is not None:
@@ -378,8 +382,8 @@ class Recall:
     def _resting(
         self, place: Place, found: FileRows | None, ids: Sequence[int], about: str = ""
     ) -> FileRows:
-        """A file that begins with the rows of the tokens `ids` that `found` has. It has no name if
-        they are on another disk: it cannot share them by name. Raises TierError."""
+        """A file that begins with the rows that `found` has of the tokens `ids`. It has no name if
+        they are on another disk, because files cannot be linked across disks. Raises TierError."""
         for named in dict.fromkeys((place.named, False)):
             rows = self._file_at(replace(place, named=named), about=about)
             try:
@@ -395,7 +399,7 @@ class Recall:
 
     def keep(self, ids: Sequence[int]) -> str:
         """The prompt was read: the tier has all tokens `ids`. Returns "", or a line for the user if
-        it could not keep them."""
+        it could not store them."""
         assert self.tier is not None
         if self._chunk:
             return ""
@@ -413,20 +417,20 @@ class Recall:
             self.scored()
             self.broken = str(error)
             return (
-                f"the file with what is to be scored cannot be used: {error}; the document is read "
+                f"the file of the rows to be scored cannot be used: {error}; the document is read "
                 "again"
             )
         assert self.tier is not None
-        if self._source is not None and error.rows is not None:  # else it could not be written to
+        if self._source is not None and error.rows is not None:  # otherwise writing failed
             remove(self._source)
             self._source = None
-        if self._chunk:  # the damaged part stays in the other chat's file: nothing of it is used
+        if self._chunk:  # the damage stays in the other chat's file, so none of it is used
             self.leave()
             return f"the tier is damaged: {error}; everything is read again"
         if error.rows is None:
             self.broken = str(error)
             self.leave()
-            return f"the tier cannot be used any more: {error}; this chat goes on without it"
+            return f"the tier can no longer be used: {error}; this chat continues without it"
         lost = self.tokens - error.rows
         self.tier.truncate(error.rows)
         return f"the tier is damaged: {error}; {amount(lost, 'token')} are read again"
@@ -434,9 +438,8 @@ class Recall:
     # -- prompts with a second pass ---------------------------------------------------------------
 
     def keep_in_file(self, tokens: int) -> str:
-        """Create a file without a name for the rows of prompts of up to `tokens` tokens, until they
-        are scored and `scored` is called. The rows are exact, whatever `dtype` is. Returns "", or
-        why that failed."""
+        """Create a file without a name for the rows of prompts of up to `tokens` tokens. `scored`
+        removes it. The rows are exact, whatever `dtype` is. Returns "", or why that failed."""
         kv = self._kv
         assert kv.scoring_tier is None
         try:
@@ -458,8 +461,8 @@ class Recall:
 
     def adopt(self, rows: FileRows) -> None:
         """Use the rows of this file, which belong to this network, as the tier; if `kind` is "ram",
-        copy them to memory. Raises TierError, and what torch raises when memory runs out; then
-        there is no tier."""
+        copy them to memory. Raises TierError, and torch's error if memory runs out; then there is
+        no tier."""
         self._coded = "k_scale" in rows.header.columns
         if self.kind != "ram":
             self._take(rows, rows.ids)
@@ -474,8 +477,8 @@ class Recall:
             rows.close()
 
     def _to_ram(self, rows: FileRows, ids: Sequence[int]) -> None:
-        """Replace the tier by one in memory with the rows of the tokens `ids`, which `rows` has.
-        Raises TierError, and what torch raises when memory runs out."""
+        """Replace the tier by one in memory with the rows that `rows` has of the tokens `ids`.
+        Raises TierError, and torch's error if memory runs out."""
         tier = self._tier(None, ids)
         copy_rows(rows, tier.rows, self._kv.shape.layers, len(ids))
         self.leave()
@@ -497,7 +500,8 @@ class Recall:
         self._take(rows, self.ids)
 
     def exchange(self, tier: Tier | None) -> Tier | None:
-        """Use `tier`, which an earlier call returned, in place of the present one; return that."""
+        """Replace the present tier by `tier`, which an earlier call returned; return the present
+        one."""
         was, self._kv.tier = self._kv.tier, None
         self.leave()
         self._kv.tier = tier

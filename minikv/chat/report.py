@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from minikv.cache.stats import Fidelity, share_saved
 
 UNKNOWN = "unknown"
-"""`Loss.method` if rows had already left before the prompt that was measured."""
+"""`Loss.method` if rows had left before the measured prompt."""
 PLACES = {"ram": "RAM", "file": "a file"}
 """Where a tier is, in words."""
 STOPS = {
@@ -27,16 +27,16 @@ STOPS = {
 }
 """`stop_reason` in words."""
 FEW = 8
-"""An answer of fewer tokens says nothing about the speed of writing."""
+"""The fewest tokens of an answer for which its speed is meaningful."""
 _MOST = 300  # characters of a `repr`
 UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Numbers of tokens. kept_*: per KV head and layer. prompt_reread: of `prompt_new`, those that
-    earlier turns had read or written. thoughts: of `generated`, those of the thoughts, with their
-    tags."""
+    """Numbers of tokens. kept_*: per KV head and layer. prompt_reread: how many of `prompt_new`
+    earlier turns had read or written. thoughts: how many of `generated` belong to the thoughts,
+    tags included."""
 
     prompt_new: int
     prompt_reused: int
@@ -54,7 +54,7 @@ class Tokens:
 class KvBytes:
     """Bytes of the KV cache, over all layers."""
 
-    full: int  # what the same tokens take in a cache without eviction
+    full: int  # bytes of the same tokens in a cache without eviction
     held: int  # rows held, with the policies' columns
     allocated: int  # memory allocated for the cache
     peak_prefill: int  # the most at once while the prompt was read, tier_here included
@@ -64,7 +64,7 @@ class KvBytes:
 
     @property
     def taken(self) -> int:
-        """What cache and tier hold of the memory that a cache without eviction would be in."""
+        """What cache and tier hold in the memory in which a cache without eviction would be."""
         return self.held + self.tier_here
 
     @property
@@ -76,7 +76,7 @@ class KvBytes:
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """Wall time in seconds. load: of loading the model, once. compile: None if nothing was
-    compiled. fidelity: of measuring what eviction loses. thoughts: of `decode`, those of the
+    compiled. fidelity: of measuring what eviction loses. thoughts: the part of `decode` spent on
     thoughts."""
 
     load: float
@@ -92,7 +92,7 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second. The baseline is that of a full cache; None if it was not run."""
+    """Tokens per second. The baseline is the speed of a full cache; None if it was not measured."""
 
     prefill_tok_s: float | None
     decode_tok_s: float | None
@@ -103,8 +103,8 @@ class Rates:
 class Loss:
     """Estimate of the share of attention mass on evicted rows, from the queries of the last window.
 
-    method: "window"; "unknown" if rows had left before this prompt, because the loss of these
-    cannot be measured; None if the policy observes no attention or nothing was evicted.
+    method: "window"; "unknown" if rows had left before this prompt, because their loss cannot be
+    measured; None if the policy observes no attention or nothing was evicted.
     """
 
     est_mass_lost_mean: float | None
@@ -115,11 +115,11 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class AgainstFull:
-    """What is known of the answer that a cache without eviction would give here.
+    """How this answer compares to that of a cache without eviction.
 
-    same: whether it is this answer; None: not known. checked: it was written to compare; otherwise
-    `same` holds because nothing was evicted. tokens: how many first tokens are the same, if the
-    answers differ.
+    same: whether the two are equal; None: not known. checked: the other one was written to compare;
+    otherwise `same` is true because nothing was evicted. tokens: if the answers differ, how many
+    tokens are equal before that.
     """
 
     same: bool | None = None
@@ -158,8 +158,8 @@ class TurnReport:
     kv_dtype: number format of cached keys and values.
     weights: "plain", or the value of --weights.
     fidelity: None if nothing was recalled or measured.
-    against_full: whether it is the answer of a cache without eviction.
-    dropped: how many turns left the conversation, because the context had no room for this one.
+    against_full: whether a cache without eviction would give the same answer.
+    dropped: how many turns left the conversation because the context had no room for this one.
     """
 
     turn: int
@@ -207,20 +207,20 @@ class TurnReport:
 
     @property
     def saved(self) -> str:
-        """What is saved, e.g. "96.1% saved"."""
+        """The saving, e.g. "96.1% saved"."""
         if self.kv_bytes.saved > 0:
             return f"{percent_saved(self.kv_bytes.saved)} saved"
         return "nothing evicted" if self.whole else "nothing saved"
 
     @property
     def whole(self) -> bool:
-        """Whether nothing was evicted. What slides out of a layer's window does not count."""
+        """Whether nothing was evicted. Rows that slide out of a layer's window do not count."""
         return not self.tokens.evicted_total or self.against_full == AgainstFull(same=True)
 
     @property
     def memory(self) -> str:
-        """What the cache takes, with a tier in the same memory: "KV 1.5 of 41.0 MiB (96.2% saved)".
-        A tier in the memory of the host beside a GPU is a figure of its own."""
+        """Memory of the cache, with a tier in the same memory: "KV 1.5 of 41.0 MiB (96.2% saved)".
+        For a GPU, a tier in host memory is a separate figure."""
         kv = self.kv_bytes
         what = "KV and tier" if kv.tier_here else "KV"
         taken = of_full(kv.taken, kv.full) if kv.taken < kv.full else size(kv.taken)
@@ -235,7 +235,8 @@ class TurnReport:
         return by if by < self.turn else 0
 
     def lines(self) -> tuple[str, ...]:
-        """The short lines below an answer: speed, then memory, then what the answer may lack."""
+        """The short lines below an answer: speed, memory, and a warning if the answer may miss
+        something."""
         tokens = self.tokens
         written = tokens.generated - tokens.thoughts
         speed = [amount(written, "token")]
@@ -265,7 +266,7 @@ class TurnReport:
 
 
 def thought_for(tokens: int) -> str:
-    """What stands for folded thoughts: "thought for 312 tokens"."""
+    """The line in place of folded thoughts: "thought for 312 tokens"."""
     return f"thought for {tokens:,} token{'' if tokens == 1 else 's'}"
 
 

@@ -87,23 +87,24 @@ _PUBLIC = (
     *("skip", "snapshot", "start", "system", "turn", "turns", "undo", "undo_turns", "undone"),
     *("forgets", "verified", "verify"),
 )
-"""What `dir` shows of a chat. Its other attributes are for this repository."""
+"""The public attributes of a chat, which `dir` shows."""
 
 Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
 UNDO_BYTES = 512 << 20
-"""Bytes of host memory that the copies of the cache for `undo` may take."""
+"""The most bytes of host memory for the copies of the cache that `undo` needs."""
 
 
 class ChatSession(ConversationView):
     """One conversation over one cache.
 
-    max_context: positions that the model was trained for. seed: of every random draw.
+    max_context: positions that the model was trained for. seed: for every random draw.
 
     These settings may be changed between turns:
     - reuse: what later questions find in the cache (see `minikv.chat.transcript`).
-    - overflow: "refuse": a question is refused if it does not fit the context. "drop": the oldest
-      turns leave then, but not their documents; the answer is that of a chat without them.
+    - overflow: what happens to a question that does not fit the context. "refuse": it is refused.
+      "drop": the oldest turns leave, but not their documents; the answer is that of a chat without
+      these turns.
     - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
     - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
@@ -118,19 +119,19 @@ class ChatSession(ConversationView):
     - keeps_cache: `auto` reads nothing again in this conversation.
     - rereading: `auto` is reading the conversation again, and `skip` would stop that.
     - known: if the cache is empty but a tier may have rows, the tokens of the conversation as they
-      were read and written, as far as they are known. Tokenizing the text again may give others,
-      for which the tier has no rows.
-    - curve: (tokens seen, bytes that cache and tier take of the cache's memory, bytes of a full
-      cache) after every prompt and every answer.
+      were read and written, as far as known. Tokenizing the text again may give other tokens, for
+      which the tier has no rows.
+    - curve: (tokens seen, bytes of cache and tier in the cache's memory, bytes of a full cache)
+      after every prompt and every answer.
     - conversation: how often the chat was reset.
     - baseline_tok_s: decode speed of a full cache in tokens per second; None until it was measured
       in this chat.
 
-    settings: where the chat begins. eviction: if it is not that of the settings. fit(eviction,
+    settings: the initial ones. eviction: if it differs from that of the settings. fit(eviction,
     tokens, answer): the rows per head that `budget="auto"` stands for when the cache will have seen
-    `tokens` tokens before an answer of `answer`; 0: all fit. own: the model's own way to draw
-    tokens, or why it has none. words: a function that rewrites warnings, which name remedies as
-    Python in backquotes.
+    `tokens` tokens before an answer of `answer`; 0: all fit. own: the model's own sampling, or why
+    it has none. words: a function that rewrites warnings, in which remedies are Python code in
+    backquotes.
     """
 
     reuse = OneOf(REUSES)
@@ -193,15 +194,16 @@ class ChatSession(ConversationView):
 
     @changes
     def follow(self, messages: Sequence[Message]) -> None:
-        """Make `messages` the conversation: the next question comes after them. It reads only
-        those of their tokens that are in neither the cache nor the tier; if rows were evicted and
-        no tier has them, all. The first turns of this chat whose messages they are stay.
+        """Make `messages` the conversation: the next question comes after them. It reads only those
+        of their tokens that are in neither the cache nor the tier, or all of them if rows were
+        evicted and no tier has them. If `messages` are those of the first turns of this chat, these
+        turns stay.
         """
         kv, left = self.engine.kv, len(self.messages) - len(messages)
         same = left >= 0 and _texts(self.messages[: len(messages)]) == _texts(messages)
         finished, odd = divmod(2 * len(self.turns) - left, 2)
         if kv.stats().gaps and not (self.recalls and self.recall.tokens):
-            # What stayed was chosen for another question.
+            # The rows that stayed were chosen for another question.
             if same and not left and (self.reuse == "once" or self._plan_settings().blind):
                 return
             log = TokenLog(cut=True)
@@ -234,7 +236,7 @@ class ChatSession(ConversationView):
         """
         if wanted and not self.fed:
             raise UsageError(
-                "there is nothing to read again", "your next question reads all there is"
+                "there is nothing to read again", "your next question reads everything anyway"
             )
         self._now = replace(self._now, rereads=wanted)
 
@@ -296,8 +298,8 @@ class ChatSession(ConversationView):
     def _restore(
         self, snapshot: ChatSnapshot, eviction: EvictionConfig, seed: int, restored: Conversation
     ) -> None:
-        """Use the cache of the snapshot, and this policy, budget, seed and conversation from then
-        on."""
+        """Restore the cache of the snapshot, and use this policy, budget, seed and conversation
+        from now on."""
         held, kv = snapshot.held, self.engine.kv
         under = None if eviction == snapshot.eviction else eviction.rules()
         if held is None:
@@ -313,10 +315,10 @@ class ChatSession(ConversationView):
         """Take back the last `turns` turns, and return them. The documents of the first of them are
         put before the next question. Policy, budget and seed stay as they are now.
 
-        If there is a copy of the cache from before them (see `undo_turns`), the first of their
-        questions gets the same answer when it is asked again. If there is none, the next question
-        reads the remaining conversation again. Raises UsageError if there are fewer turns; then
-        nothing changes.
+        If there is a copy of the cache from before these turns (see `undo_turns`), the first of
+        their questions gets the same answer when asked again. Otherwise the next question reads the
+        remaining conversation again. Raises UsageError if there are fewer turns; then nothing
+        changes.
         """
         baseline, now = self.baseline_tok_s, (self.eviction, self.seed, self.template)
         snapshot, restored = taken_back(self._now, turns, *now)
@@ -333,7 +335,7 @@ class ChatSession(ConversationView):
         self._cancelling.cancel()
 
     def skip(self) -> None:
-        """As `cancel`. But while `auto` reads the conversation again, stop only that; the answer
+        """Like `cancel`. But while `auto` reads the conversation again, stop only that; the answer
         then comes from the cache as it is. Safe to call from a signal handler."""
         self._cancelling.skip()
 
@@ -395,13 +397,13 @@ class ChatSession(ConversationView):
 
     @property
     def recalls(self) -> bool:
-        """Whether `reuse` and the policies allow that the next question is answered from a tier."""
+        """Whether `reuse` and the policies allow the next question to be answered from a tier."""
         return self.reuse in ("auto", "recall") and self.engine.kv.rules.cannot_recall is None
 
     @property
     def reads_again(self) -> int:
-        """How many tokens `auto` would read again with the next question; where nothing is cached,
-        how many any question reads again."""
+        """How many tokens `auto` would read again with the next question. If nothing is cached, how
+        many tokens every question reads again."""
         if self.rereads or (self.log.seen and self.reuse != "auto"):
             return 0
         return reads_again(*self._known(self._now, len(self.log.ids)))
@@ -430,24 +432,25 @@ class ChatSession(ConversationView):
     ) -> Pieces:
         """Ask about the attached documents; yield the text of the answer piece by piece.
 
-        `temperature` "auto" is what the model's generation_config.json says, with its filters where
-        they are off here. `repeat_penalty` divides the logits of the last 64 tokens of the
-        conversation (see `minikv.engine.sampling.penalized`). The answer ends before the first of
-        the texts in `stop`. `progress(done, total)` is called between chunks of the prompt,
-        `notice(line)` with each warning. Closing the iterator early is the same as `cancel`.
+        `temperature` "auto" takes the temperature from the model's generation_config.json, and its
+        filters where they are off here. `repeat_penalty` divides the logits of the last 64 tokens
+        of the conversation (see `minikv.engine.sampling.penalized`). The answer ends before the
+        first of the texts in `stop`. `progress(done, total)` is called between chunks of the
+        prompt, `notice(line)` with each warning. Closing the iterator early is the same as
+        `cancel`.
 
-        What a reasoning model writes between its tags is not part of the answer:
-        `thinking(piece, tokens)` gets its text, with how many tokens it has by then, and
-        `turns[-1].thoughts` has all of it. No stop text ends it. After `max_thoughts` tokens of it
-        the closing tag is fed, and the answer comes; 0: never.
+        The thoughts that a reasoning model writes between its tags are not part of the answer:
+        `thinking(piece, tokens)` gets their text and their number of tokens so far, and
+        `turns[-1].thoughts` has all of them. Stop texts do not end them. After `max_thoughts`
+        tokens the closing tag is fed, and the answer follows; 0: no limit.
 
-        From its first piece until it ends, is closed or is garbage-collected, everything else that
-        would change the chat raises UsageError (see `minikv.chat.stopping`).
+        From the first piece until the iterator ends, is closed or is garbage-collected, anything
+        else that would change the chat raises UsageError (see `minikv.chat.stopping`).
 
         Raises ContextError if the prompt does not fit (it is never cut), UsageError,
-        MemoryShortError, Interrupted and NumericsError. After an error while the prompt was read,
-        the chat is as it was before the question. After an error in the answer, the part that was
-        written stays.
+        MemoryShortError, Interrupted and NumericsError. After an error while reading the prompt,
+        the chat is as it was before the question. After an error while writing the answer, the part
+        that was written stays.
         """
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "repeat_penalty": repeat_penalty}
         settings = self._answer_settings(
@@ -526,13 +529,13 @@ class ChatSession(ConversationView):
         max_thoughts: int,
         thinking: Say | None,
     ) -> AnswerSettings:
-        """Check how an answer is to be written. given: filters and penalty."""
+        """Check the settings for writing an answer. given: filters and penalty."""
         own = temperature == "auto"
         sampling = Sampling(0.0 if temperature == "auto" else temperature, **given)
         if own and self._not_own:
             why = f'{self._not_own}: `temperature="auto"` takes the likeliest token, as 0 does'
             self.engine.notices.append(why)
-            self._not_own = ""  # said once
+            self._not_own = ""  # shown once
         drawn = self.own if own else None
         return AnswerSettings.read(sampling, drawn, max_tokens, stop, max_thoughts, thinking)
 
@@ -572,7 +575,7 @@ class ChatSession(ConversationView):
         record = replace(prompt_report(*what), dropped=gone)
         if gone:
             left = "oldest turn" if gone == 1 else f"{gone:,} oldest turns"
-            told.later.append(f"the {left} left the conversation, whose context is full")
+            told.later.append(f"the {left} left the conversation, because the context is full")
         asked = Turn(question, "", tuple(base.pending), record)
         log = base.log.read(found.ids, found.anew)
         now = base.begun(asked, log, self._copies(base, copy), known)
@@ -615,11 +618,11 @@ class ChatSession(ConversationView):
         told: Warnings,
         kept: Iterable[str],
     ) -> Pieces:
-        """Write the answer of the turn `last`, and close the turn, however that ends. now: the
-        conversation meanwhile. begun: the one to which the turn is added. kept: lines to tell
+        """Write the answer of the turn `last`, and close the turn, however the writing ends. now:
+        the conversation meanwhile. begun: the one to which the turn is added. kept: lines to show
         first."""
         log, begins = writer.log, len(writer.log.ids) - answer.generated
-        before = last.report.tokens.seen_total  # if the answer is continued
+        before = last.report.tokens.seen_total  # for an answer that is continued
         if not before and begun.turns:
             before = begun.turns[-1].report.tokens.seen_total
 
@@ -635,7 +638,7 @@ class ChatSession(ConversationView):
             thoughts = ended.thoughts.text
             turn = replace(last, answer=ended.text, report=report, thoughts=thoughts)
             closed = begun.closed(turn, stats)
-            # After a step that failed, the cache has seen nothing.
+            # After a failed step, the cache has seen nothing.
             seen = TokenLog(log.ids, self.engine.kv.position)
             return replace(closed, log=seen, noticed=len(self.engine.notices))
 
@@ -654,8 +657,8 @@ class ChatSession(ConversationView):
 
     def _settle(self) -> None:
         """Close the turn under way, and make conversation, cache and tier agree: an interrupt may
-        have come between any two of them. Otherwise this does nothing."""
-        if isinstance(self.engine, _Closed) or sys.is_finalizing():  # nobody asks any more
+        have come between updates of any two of them. Does nothing if they agree."""
+        if isinstance(self.engine, _Closed) or sys.is_finalizing():  # nobody will ask again
             return
         kv, log = self.engine.kv, self.log
         self._cancelling.rereading = False
@@ -666,7 +669,7 @@ class ChatSession(ConversationView):
             kv.restore(self._before_reading)
         if kv.position != log.seen:
             kv.drop()
-            if _LOST not in self._new_notices():  # this, too, may have been interrupted
+            if _LOST not in self._new_notices():  # this may have been interrupted too
                 self.engine.notices.append(_LOST)
         if self._now.closing is not None:
             self._now = self._now.closing()
@@ -675,8 +678,8 @@ class ChatSession(ConversationView):
         self.recall.scored()
 
     def _cut(self, base: Conversation, found: PromptPlan) -> PromptPlan:
-        """Before the plan is read: cut the cache back to `base` if the plan may continue it. That
-        is not undone; the next question then reads more. Returns the plan."""
+        """Before the plan is carried out: cut the cache back to `base` if the plan may continue it.
+        This cannot be undone; if the turn fails, the next question reads more. Returns the plan."""
         kv, log = self.engine.kv, base.log
         if kv.position != log.seen and not (found.anew and found.instead is None):
             self._before_reading = None
@@ -688,12 +691,13 @@ class ChatSession(ConversationView):
     def _plan(
         self, base: Conversation, question: Question, answer: int, told: Warnings | None = None
     ) -> PromptPlan:
-        """What to read for the question after `base`. answer: its most tokens. told: None if this
-        is planned again because the tier failed; then the answer does without what needs a tier."""
+        """Plan what to read for the question after `base`. answer: the most tokens of the answer.
+        told: None if this plans again because the tier failed; then the plan does not rely on the
+        tier."""
         tokens = base.log.seen + len(question.ids)
         if told is not None:
             told.tell(*self._decide(tokens, answer))
-        if told is not None and self.recall.remembering:  # for a prompt that was given up
+        if told is not None and self.recall.remembering:  # left by a prompt that was abandoned
             self.recall.leave()
         if told is not None and tokens < self.max_context:
             self._remember(base, question, told)
@@ -701,8 +705,9 @@ class ChatSession(ConversationView):
         return plan(history, question, held, tier, settings)
 
     def _remember(self, base: Conversation, question: Question, told: Warnings) -> None:
-        """Have a tier with what the store knows of the conversation, if the question is answered
-        from one, or nothing is cached and nothing needs a tier that would be gone after it."""
+        """Prepare a tier with the rows that the store has of the conversation, if the question is
+        answered from a tier or nothing is cached (but not if `tier="none"` contradicts
+        `reuse="recall"`)."""
         history, held, tier, settings = self._known(base, None)
         ids, none = [*history.known, *question.ids], self.recall.kind == "none"
         why = settings.rules.cannot_recall or ""
@@ -721,8 +726,8 @@ class ChatSession(ConversationView):
         told.tell(*self.recall.remember(ids, about, why))
 
     def _before(self, found: PromptPlan, question: str) -> Iterator[str]:
-        """What the user is told before the prompt is read. What `auto` does is told once, and again
-        when that changes."""
+        """Lines for the user before the prompt is read. The choice of `auto` is shown once, and
+        again when it changes."""
         yield from before(self.template, self.pending, question, first=not self.turns)
         about = found.reuse, self.eviction.policy, self.keeps_cache
         if found.why and not (found.auto and about == self._told_auto):
@@ -733,22 +738,22 @@ class ChatSession(ConversationView):
         yield from lines
 
     def _copy(self, nbytes: int) -> ChatSnapshot | None:
-        """A copy of `nbytes` bytes from before a turn. None if turns cannot be taken back, it would
-        be too large, or memory runs out; the question is answered in any case."""
+        """A copy of `nbytes` bytes from before a turn. None if turns cannot be taken back, if it
+        would be too large, or if memory runs out; the question is answered all the same."""
         if self.undo_turns > 0 and nbytes <= self.undo_bytes:
             with contextlib.suppress(MemoryError, RuntimeError):
                 return self._copied()
         return None
 
     def _copies(self, base: Conversation, copy: ChatSnapshot | None) -> Mapping[int, ChatSnapshot]:
-        """The copies to keep in the turn that begins after `base`. copy: from before it, if there
-        is one."""
+        """The copies to keep during the turn after `base`. copy: that from before the turn, if
+        there is one."""
         copies = {**base.copies, **({} if copy is None else {base.turn: copy})}
         return affordable(copies, base.turn + 1 - self.undo_turns, self.undo_bytes)
 
     def _keep(self, found: PromptPlan) -> Iterator[str]:
-        """Note what was read, and that what is from before is needed no more. Yields lines for the
-        user."""
+        """Tell the tier which tokens were read, and release resources of the old cache. Yields
+        lines for the user."""
         self._before_reading = None
         failed = self.recall.keep(found.ids) if found.recalled else ""
         self.recall.scored()
@@ -777,8 +782,8 @@ class ChatSession(ConversationView):
     def _known(
         self, base: Conversation, tokens: int | None
     ) -> tuple[History, CacheStats, Stored, PlanSettings]:
-        """What a plan needs beside the question after `base`. tokens: those for which the tier must
-        have room, if a question may be answered from it; None: it need not."""
+        """The other arguments of `plan` for a question after `base`. tokens: how many the tier must
+        have room for, if the question may be answered from it; None: no tier is needed."""
         history, held = History.of(base.turns, base.log), self.engine.kv.stats()
         tier, settings = self.recall.stored(), self._plan_settings()
         if tokens is not None and recalls(history, held, tier, settings):
@@ -810,7 +815,7 @@ class ChatSession(ConversationView):
         return Writer(self._tools, step, lambda: kv.position, log, settings, seed, most, began)
 
     def fits(self, answer: int = MAX_TOKENS) -> str:
-        """What `budget="auto"` does with the documents that wait, in words; "" under another
+        """What `budget="auto"` will do with the pending documents, in words; "" under another
         budget. answer: tokens of the next answer."""
         if self.eviction.budget.unit != "auto" or not self.eviction.may_evict:
             return ""
@@ -819,15 +824,15 @@ class ChatSession(ConversationView):
         return fit_words(self._rows_for(tokens, answer), tokens)
 
     def _rows_for(self, tokens: int, answer: int) -> int:
-        """The rows that `budget="auto"` stands for when `tokens` tokens will have been read, 0 for
-        all. Once rows were evicted, all of them do not fit any more."""
+        """The rows per head that `budget="auto"` stands for when `tokens` tokens will have been
+        read, 0 for all. Once rows were evicted, the result is never 0 again."""
         before = int(self.eviction.budget.value) if self.engine.kv.stats().gaps else 0
         rows = self.fit(self.eviction, min(tokens, self.max_context), answer)
         return min(rows or before, before or rows)
 
     def _decide(self, tokens: int, answer: int) -> Iterator[str]:
-        """Under `budget="auto"`, decide what stays when `tokens` tokens were read. Yields a line if
-        something must go that did not have to before."""
+        """Under `budget="auto"`, decide how much stays after `tokens` tokens. Yields a line if that
+        has changed, unless everything stays."""
         if self.eviction.budget.unit != "auto":
             return
         rows = self._rows_for(tokens, answer)

@@ -1,5 +1,5 @@
-"""All that a turn changes in a chat (`Conversation`), copies of a chat between two turns
-(`ChatSnapshot`), and what can be taken back or continued."""
+"""The state of a chat that a turn changes (`Conversation`), copies of a chat between two turns
+(`ChatSnapshot`), and checks for undoing turns and continuing answers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _ANEW = "ask a question"
 class ChatSnapshot:
     """A chat between two turns.
 
-    held: its cache, which has seen the first of its tokens; None if the next question reads the
-    whole conversation again, or recalls it from the tier. said: the conversation, of which nothing
-    changes any more. The other fields are those of `ChatSession`.
+    held: its cache, which has seen the beginning of its tokens; None if the next question reads the
+    whole conversation again, or recalls it from the tier. said: the conversation, which no longer
+    changes. The other fields are as in `ChatSession`.
     """
 
     held: CacheSnapshot | None
@@ -49,15 +49,16 @@ class ChatSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation; see `ChatSession` for what is not described here. It is replaced as a whole,
-    by one assignment, so that an interrupt finds it as it was before the turn or as it is after it.
+    """A conversation; see `ChatSession` for the fields that are not described here. It is replaced
+    as a whole, by one assignment, so that an interrupt finds either the state before the turn or
+    the state after it.
 
-    conversation: counts those of a chat. opened_with: the messages before its turns: the system
-    prompt, or those of `follow`. log: of its tokens, as far as they are known. asked: the turn
-    under way, once its question was read; its record has no answer yet. copies: of the chat, by the
-    number of turns finished before. noticed: how many notices of the engine the user has seen.
-    closing(): the conversation after the turn under way, however that ended; it changes nothing, so
-    it may be called again. None between turns.
+    conversation: counts the conversations of a chat. opened_with: the messages before its turns:
+    the system prompt, or those of `follow`. log: its tokens, as far as they are known. asked: the
+    turn under way, once its question was read; its record has no answer yet. copies: copies of the
+    chat, by the number of turns finished before. noticed: how many notices of the engine the user
+    has seen. closing(): the conversation after the turn under way, however that ended; it has no
+    side effects, so it may be called again. None between turns.
     """
 
     conversation: int = 0
@@ -124,7 +125,7 @@ class Conversation:
         return self.log.known
 
     def copied(self) -> Conversation:
-        """A copy of this conversation between two turns, of which the cache has seen nothing."""
+        """A copy of this conversation between two turns, for an empty cache."""
         return Conversation(
             self.conversation,
             self.opened_with,
@@ -137,15 +138,15 @@ class Conversation:
         )
 
     def restored(self, held: ChatSnapshot) -> Conversation:
-        """The conversation of this snapshot of the same chat."""
+        """The conversation of this snapshot, which is of the same chat."""
         seen = 0 if held.held is None else held.held.state.position
         log = TokenLog(held.said.log.ids, seen)
         count, noticed = self.conversation, self.noticed
         return replace(held.said.copied(), conversation=count, log=log, noticed=noticed)
 
     def before(self, finished: int, template: Template) -> Conversation:
-        """The conversation after its first `finished` turns, of which the cache has seen nothing.
-        The documents of the turn after these are pending for the next question."""
+        """The conversation after its first `finished` turns, for an empty cache. The documents of
+        the turn after these are pending for the next question."""
         return replace(
             self.copied(),
             turns=self.turns[:finished],
@@ -167,8 +168,8 @@ class Conversation:
         return ids[: ends[0]] if ends else []
 
     def without(self, turns: int) -> Conversation:
-        """The conversation without its first turns, and before anything of it is read. What they
-        brought comes with the next question."""
+        """The conversation without its first `turns` turns, for an empty cache. Their documents
+        come with the next question."""
         gone, rest = self.turns[:turns], self.turns[turns:]
         documents = tuple(document for turn in gone for document in turn.documents)
         pending = self.pending
@@ -182,7 +183,8 @@ class Conversation:
     def begun(
         self, asked: Turn, log: TokenLog, copies: Mapping[int, ChatSnapshot], stats: CacheStats
     ) -> Conversation:
-        """The conversation once the question of `asked` was read. stats: of the cache then."""
+        """The conversation after the question of `asked` was read. stats: of the cache at that
+        time."""
         return replace(
             self,
             asked=asked,
@@ -195,7 +197,8 @@ class Conversation:
         )
 
     def closed(self, turn: Turn, stats: CacheStats) -> Conversation:
-        """The conversation after this turn, which was under way. stats: of the cache then."""
+        """The conversation after this turn, which was under way. stats: of the cache at that
+        time."""
         return replace(
             self,
             asked=None,
@@ -213,8 +216,8 @@ def mark(stats: CacheStats, report: TurnReport) -> tuple[int, int, int]:
 def affordable(
     copies: Mapping[int, ChatSnapshot], oldest: int, nbytes: int
 ) -> dict[int, ChatSnapshot]:
-    """Those of the copies from turn `oldest` on that take at most `nbytes` together: older ones are
-    dropped. An empty cache, as before the first question, takes nothing and stays."""
+    """The newest copies, from turn `oldest` on, that take at most `nbytes` together. A copy of an
+    empty cache, as before the first question, takes nothing and stays."""
     kept, total = dict[int, ChatSnapshot](), 0
     for number in sorted(copies, reverse=True):
         total += copies[number].nbytes
@@ -232,20 +235,20 @@ def refuse_continuation(
     positions that the model was trained for.
     """
     if report is None:
-        raise UsageError("there is no answer to go on with", "ask something first")
+        raise UsageError("there is no answer to continue", "ask something first")
     full = log.seen >= max_context
     why = _ENDS["context"] if full else _ENDS.get(report.stop_reason, "")
     if why:
-        raise UsageError(f"there is nothing to go on with: {why}", _ANEW)
+        raise UsageError(f"there is nothing to continue: {why}", _ANEW)
     if log.pending is None:
-        raise UsageError("this answer cannot go on: where it ended is not in the cache", _ANEW)
+        raise UsageError("this answer cannot be continued: its end is not in the cache", _ANEW)
     if (report.policy, report.policy_options, report.budget) != (
         eviction.policy,
         eviction.options_record(),
         eviction.budget_record(),
     ):
         raise UsageError(
-            "this answer cannot go on: the policy or the budget was changed since",
+            "this answer cannot be continued: the policy or the budget has changed since",
             "set them back, or ask again",
         )
 
@@ -254,8 +257,8 @@ def taken_back(
     now: Conversation, turns: int, eviction: EvictionConfig, seed: int, template: Template
 ) -> tuple[ChatSnapshot, Conversation]:
     """The chat before its last `turns` turns, with its cache if there is a copy of it; and the
-    conversation that goes on from there. eviction and seed: the present ones. Raises UsageError if
-    there are fewer turns."""
+    conversation that continues from there. eviction and seed: the present ones. Raises UsageError
+    if there are fewer turns."""
     count = len(now.turns)
     checks.whole("turns", turns)
     if turns < 1:
@@ -285,7 +288,7 @@ def taken_back(
 
 
 class _Now(Generic[T]):
-    """A read-only attribute of a chat: that of its conversation with the same name."""
+    """A read-only attribute of a chat, taken from its conversation."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -298,7 +301,8 @@ class _Now(Generic[T]):
 
 
 class ConversationView:
-    """What a chat says of its conversation; see `ChatSession` and `Conversation`."""
+    """The attributes of a chat that come from its conversation; see `ChatSession` and
+    `Conversation`."""
 
     _now: Conversation
 

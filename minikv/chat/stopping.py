@@ -1,13 +1,13 @@
 """Stopping, and one thing at a time: `cancel` and `skip` set `Cancelling`; `Guard` lets an answer
-or a change hold the chat; `in_background` computes an answer in a thread; `stoppable` leaves work
+or a change hold the chat; `in_background` computes an answer in a thread; `stoppable` abandons work
 that cannot be interrupted.
 
 An answer holds the chat from its first piece until its iterator ends, is closed or is
 garbage-collected. An iterator that was not started holds nothing. Other calls during that time,
-from the same thread or another one, raise UsageError, and the answer goes on; nothing waits.
+from the same thread or another one, raise UsageError, and the answer continues; nothing waits.
 
-An interrupt (Ctrl-C in a script) may come between any two instructions. So nothing is locked and
-unlocked: what holds the chat is in a list, and is over by one assignment.
+An interrupt (Ctrl-C in a script) may come between any two instructions. So there are no locks: a
+list records what holds the chat, and one assignment ends a hold.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Pieces = Generator[str, None, None]
 
 
 class Stoppable(Protocol):
-    """What the decorators below need of an object. Any thread may call `cancel`."""
+    """What the decorators below need from an object. Any thread may call `cancel`."""
 
     guard: Guard
 
@@ -47,22 +47,22 @@ _NAME = "minikv-stoppable"
 
 
 class Cancelling:
-    """`cancel` and `skip` are safe to call from a signal handler.
+    """The requests to stop. `cancel` and `skip` are safe to call from a signal handler.
 
     rereading: `auto` is reading the conversation again, and `skip` stops only that. skipped: `skip`
-    was called for that.
+    was called meanwhile.
     """
 
     def __init__(self) -> None:
         self.rereading = self.skipped = False
-        self._calls = self._handled = 0  # calls of `cancel`, and how many of them are done
+        self._calls = self._handled = 0  # calls of `cancel`, and how many of them were handled
 
     def cancel(self) -> None:
         """Stop the turn."""
         self._calls += 1
 
     def skip(self) -> None:
-        """Stop reading the conversation again; if it is not read again, stop the turn."""
+        """Stop reading the conversation again; if it is not being read again, stop the turn."""
         if self.rereading:
             self.skipped = True
         else:
@@ -73,7 +73,7 @@ class Cancelling:
         return self._calls > self._handled
 
     def stopped(self) -> bool:
-        """Whether reading must stop, with the turn or without it."""
+        """Whether reading must stop, whether or not the turn stops too."""
         return self.cancelled() or self.skipped
 
     def forget(self, before: int | None = None) -> None:
@@ -101,7 +101,8 @@ class Cancelling:
 
 
 class _Hold:
-    """What holds a chat: an answer with these pieces, or a change of this thread (None)."""
+    """Something that holds a chat: an answer with these pieces, or a change by this thread
+    (None)."""
 
     __slots__ = ("over", "pieces", "thread")
 
@@ -112,8 +113,8 @@ class _Hold:
 
     @property
     def left(self) -> bool:
-        """Whether it is a change that interrupts ended before it was over: none is made of others.
-        An answer that is left so can be ended with `Guard.finish`."""
+        """Whether this is a change that an interrupt left unfinished: changes do not nest. An
+        unfinished answer can be ended with `Guard.finish`."""
         return self.pieces is None and self.thread == threading.get_ident()
 
     @property
@@ -124,14 +125,15 @@ class _Hold:
 
 class Guard:
     """Records what holds a chat now. settle(): a method of the chat that finishes what an interrupt
-    left unfinished; called before and after everything that holds the chat. question: the question
-    of the answer that is being written."""
+    left unfinished; called before and after each hold. question: the question of the answer that is
+    being written."""
 
     def __init__(self, settle: Callable[[], None] | None = None) -> None:
         self.question = ""
-        # Weak: the chat has this guard, and its memory must go as soon as nobody has the chat.
+        # Weak: the chat refers to this guard, and must be freed as soon as nobody else refers to
+        # it.
         self._method = None if settle is None else weakref.WeakMethod(settle)
-        self._holds: list[_Hold] = []  # the first that is not over holds the chat
+        self._holds: list[_Hold] = []  # the first unfinished one holds the chat
         self._free: Callable[[], None] | None = None  # set when the chat is closed
 
     @property
@@ -153,7 +155,7 @@ class Guard:
                 finally:
                     self._end(hold)
             finally:
-                self._end(hold)  # an interrupt may have stopped the first
+                self._end(hold)  # an interrupt may have stopped the first call
 
         return during()
 
@@ -209,7 +211,7 @@ class Guard:
                 hold.over = True
                 raise self._refusal(first)
             self._end(first)
-        self._holds = [hold]  # another thread that came meanwhile is refused
+        self._holds = [hold]  # a thread that came meanwhile is refused
         self.question = ""
         self._settle()
 
@@ -278,9 +280,10 @@ def changes(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P
 def in_background(
     method: Callable[Concatenate[S, P], Pieces],
 ) -> Callable[Concatenate[S, P], AsyncGenerator[str, None]]:
-    """Wrap a method so that `async for` gets the pieces that it yields, which one thread computes,
-    because OpenMP keeps a pool for every thread that does. If the task is cancelled or the iterator
-    is closed, the answer ends as with `cancel`; this waits until the chat is free."""
+    """Wrap a method so that `async for` gets the pieces that it yields. A single thread computes
+    them all, because OpenMP keeps a pool for every thread that computes. If the task is cancelled
+    or the iterator is closed, the answer ends as with `cancel`; this waits until the chat is
+    free."""
 
     @functools.wraps(method)
     def background(self: S, /, *given: P.args, **named: P.kwargs) -> AsyncGenerator[str, None]:
@@ -294,8 +297,8 @@ def in_background(
 
 
 def _caught(work: Callable[..., Any], *given: object) -> tuple[Any, BaseException | None]:
-    """What `work` returns, and the error that it raised. A future with an exception that nobody
-    asks for would be reported by the event loop."""
+    """The result of `work`, and the error that it raised. The event loop would report a future
+    whose exception nobody retrieves."""
     try:
         return work(*given), None
     except BaseException as error:
@@ -322,7 +325,7 @@ async def _steps(pieces: Pieces, cancel: Callable[[], None]) -> AsyncGenerator[s
                 cancel()  # repeatedly, because a turn that begins ignores earlier calls
             try:
                 await asyncio.wait([asyncio.wrap_future(ended)], timeout=_AGAIN)
-            except asyncio.CancelledError as again:  # once more: the chat must be free first
+            except asyncio.CancelledError as again:  # cancelled again: the chat must be free first
                 cancelled = again
         if (failed := cancelled or ended.result()[1]) is not None:
             raise failed
@@ -331,8 +334,8 @@ async def _steps(pieces: Pieces, cancel: Callable[[], None]) -> AsyncGenerator[s
 def stoppable(work: Callable[[], R], stopped: Callable[[], bool]) -> R:
     """Run `work` in another thread; return what it returns, or raise what it raises.
 
-    Raises Interrupted soon after `stopped()` is true. The work is not ended then: it goes on in its
-    thread, and its result is not used. So its side effects must be harmless.
+    Raises Interrupted soon after `stopped()` becomes true. The work then continues in its thread,
+    and its result is not used. So its side effects must be harmless.
     """
     made: list[tuple[Any, BaseException | None]] = []
     thread = threading.Thread(target=lambda: made.append(_caught(work)), name=_NAME, daemon=True)
@@ -348,6 +351,5 @@ def stoppable(work: Callable[[], R], stopped: Callable[[], bool]) -> R:
 
 
 def left() -> bool:
-    """Whether stopped work still runs in its thread. The interpreter would wait for it at its
-    end."""
+    """Whether stopped work still runs in its thread. The interpreter would wait for it at exit."""
     return any(thread.name == _NAME for thread in threading.enumerate())

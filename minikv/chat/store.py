@@ -1,11 +1,11 @@
-"""The store: prompts that were read, on disk, for conversations that begin with the same tokens.
+"""The store: prompts on disk, for later conversations that begin with the same tokens.
 
 An entry is a tier (`minikv.cache.tier_file`) with the rows of one conversation's first prompt. It
-never changes. A later conversation rests on its rows as far as the tokens agree, and reads only
-what follows; if that is much, it becomes an entry of its own, which shares the files of the first.
+never changes. A later conversation uses its rows as far as the tokens agree, and reads only the
+rest. If the rest is long, it becomes another entry, which shares the files of the first.
 
-An entry is written under a hidden name and gets its own name when all of it is on disk. So other
-processes see whole entries only. The least recently used ones are removed for new ones.
+An entry is written under a hidden name and renamed when all of it is on disk. So other processes
+see only complete entries. The least recently used ones are removed to make room for new ones.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from minikv.cache.tier_rows import TierError
 from minikv.chat.transcript import shared
 
 FORMAT = 1
-"""It grows when the network's numbers change: rows that were computed before are then not used."""
+"""Must be increased when the network's numerical results change: earlier rows are then not used."""
 LEAST = 2000
-"""Tokens: shorter prompts are read at once, and are not worth a file."""
-_SHARE = 10  # at most one part in so many of the free disk is taken
+"""In tokens. Shorter prompts are quick to read and not worth a file."""
+_SHARE = 10  # entries take at most a tenth of the free disk
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 _NAME = re.compile(r"[0-9a-f]{16}")
 _WAITING = re.compile(r"\.[0-9a-f]{16}")
@@ -36,9 +36,9 @@ _WAITING = re.compile(r"\.[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A stored prompt. files: bytes by file, those that it shares with others included. used: when
-    it was last used, in seconds since 1970. model, about: of what it is, for people; about says so
-    if it is damaged."""
+    """A stored prompt. files: bytes by file, shared files included. used: when it was last used, in
+    seconds since 1970. model, about: descriptions for people; `about` says so if the entry is
+    damaged."""
 
     path: Path
     files: Mapping[int, int]
@@ -62,8 +62,8 @@ class Store:
     """The stored prompts in a folder.
 
     folder: need not exist. limit: bytes that all entries may take; they never take more than a
-    tenth of the disk that would be free without them. identity: of the model, as in the headers
-    of its tiers. least: tokens of an entry, and of what is read of one.
+    tenth of the disk that would be free without them. identity: of the model, as in the headers of
+    its tiers. least: the fewest tokens for which an entry is written or read.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Store:
             except TierError as error:
                 why = error.__context__
                 if not isinstance(why, OSError) or why.errno in _DAMAGED:
-                    remove(path)  # else it may be whole, and cannot be read now
+                    remove(path)  # otherwise it may be intact, but cannot be read now
                 continue
             has = shared(rows.ids, ids) if rows.header == header else 0
             if has > most:
@@ -113,7 +113,8 @@ class Store:
             return []
 
     def room(self, size: int) -> str:
-        """Make room for `size` bytes by removing entries. Returns "", or why there is none."""
+        """Make room for `size` bytes by removing entries. Returns "", or why that is not
+        possible."""
         try:
             os.makedirs(self.folder, 0o700, exist_ok=True)
             sweep(self.folder, _WAITING)

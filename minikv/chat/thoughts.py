@@ -1,8 +1,8 @@
-"""Divides what a model writes into its thoughts and its answer (`Thoughts`).
+"""Separates a model's thoughts from its answer (`Thoughts`).
 
-A model that reasons writes its thoughts first, between the two tags of its template. They begin
-with the first tag, or the prompt has opened it, and end with the first closing tag, or never. What
-comes after that is the answer; a tag in it, as in a block of code, is text.
+A reasoning model writes its thoughts first, between the two tags of its template. They begin with
+the opening tag, which may already be in the prompt, and end with the first closing tag, or never.
+The answer follows; a tag inside it, as in a block of code, is text.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 Say = Callable[[str, int], None]
-"""say(piece, tokens): text that was added to the thoughts, which have so many tokens by then."""
+"""say(piece, tokens): text that was added to the thoughts, and their number of tokens so far."""
 
 
 class Tags(Protocol):
-    """What a chat needs of the tags of a template; `minikv.models.thoughts.ThoughtTags` has it."""
+    """What a chat needs to know about a template's tags; `minikv.models.thoughts.ThoughtTags` has
+    it."""
 
     @property
     def begin(self) -> str: ...
@@ -31,8 +32,9 @@ class Tags(Protocol):
 
 
 def certain(text: str, ends: Sequence[str], begins: int) -> tuple[int, bool]:
-    """How many characters of `text` come before the first of `ends`, whatever comes next, and
-    whether one of these is complete. None of them begins before character `begins`."""
+    """How many characters of `text` are certain to come before the first of `ends`, whatever text
+    follows, and whether `text` contains one of these. None of them begins before character
+    `begins`."""
     found = [(at + len(one), at) for one in ends if (at := text.find(one, begins)) >= 0]
     if found:
         return min(found)[1], True
@@ -45,13 +47,13 @@ def certain(text: str, ends: Sequence[str], begins: int) -> tuple[int, bool]:
 
 
 class Thoughts:
-    """Takes the text of tokens and returns what belongs to the answer. The result depends only on
-    the text, not on how it is divided.
+    """Takes the text of tokens and returns the part that belongs to the answer. The result depends
+    only on the text, not on how it is divided.
 
-    tags: of the model; None: all text belongs to the answer. opened: the prompt ends with the
+    tags: the model's; None: all text belongs to the answer. opened: the prompt ends with the
     opening tag. most: tokens after which the closing tag is fed; 0: never. say: called with the
-    text of the thoughts. inside: whether the closing tag is still to come. unsure: text that may be
-    the beginning of the opening tag.
+    text of the thoughts. inside: whether the thoughts have begun and not ended. unsure: text that
+    may be the beginning of the opening tag.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Thoughts:
         self.tags, self.opened, self.most, self.say = tags, opened, most, say
         self.inside = opened
         self.unsure = ""
-        self._undecided = tags is not None and not opened  # whether there are any
+        self._undecided = tags is not None and not opened  # there may be none
         self._before_answer = False  # between the closing tag and the first letter of the answer
         self._text = self._held = ""
         self._counted = 0  # tokens so far
@@ -80,7 +82,7 @@ class Thoughts:
         return 0 if self._undecided else self._counted
 
     def again(self) -> Thoughts:
-        """The same, before the first token."""
+        """A new object with the same settings, before the first token."""
         return Thoughts(self.tags, self.opened, self.most)
 
     def push(self, token: int, piece: str) -> str:
@@ -125,8 +127,8 @@ class Thoughts:
         return piece
 
     def finish(self, piece: str) -> str:
-        """No more text comes after `piece`. Returns what belongs to the answer, with what was held
-        back."""
+        """Add the last piece of text. Returns the part that belongs to the answer, with any text
+        held back."""
         piece = self.add(piece) + self.unsure
         self.unsure = ""
         if self.inside and self._held and self.say is not None:
@@ -134,14 +136,14 @@ class Thoughts:
         return piece
 
     def forced(self, ids: Sequence[int]) -> int | None:
-        """The token to write after the tokens `ids` of the answer instead of the one that was
-        drawn: those that end thoughts of at least `most` tokens. None: the drawn one."""
+        """The token to write after the tokens `ids` of the answer instead of the drawn one, to end
+        thoughts of at least `most` tokens. None: the drawn one."""
         if self.tags is None or not self.most or not self.tokens:
             return None
         ending, limit = list(self.tags.ending), self.most + (not self.inside)
         count, last = len(ending), list(ids[-len(ending) :])
-        # How many of them were written: they are at the end of `ids`.
+        # How many of the closing tag's tokens were written: they are at the end of `ids`.
         done = next(n for n in range(count, -1, -1) if ending[:n] == last[len(last) - n :])
-        # After the closing tag, only the rest of them.
+        # After the closing tag, only the rest of its tokens.
         over = done == count or not (self.inside or done > len(ids) - self._counted)
         return None if over or self._counted < limit else ending[done]

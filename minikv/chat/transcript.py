@@ -1,10 +1,10 @@
 """A conversation as plain values: messages, documents and turns; the tokens that the cache has seen
-(`TokenLog`) and those of the tier (`Stored`); the words for what later questions find in the cache;
-and what a chat needs of a tokenizer and of a chat template, which `minikv.models` has.
+(`TokenLog`) and those of the tier (`Stored`); the values of `reuse`; and protocols for the
+tokenizer and the chat template, which `minikv.models` implements.
 
 A policy that scores with the question keeps what that question needs, so a later question may lack
 rows (FasterDecoding/SnapKV#18: "compress individually for different turns"). `refresh` reads the
-whole conversation again with each question. `once` goes on with the cache of the first question.
+whole conversation again with each question. `once` continues with the cache of the first question.
 `blind` evicts a document before it reads a question about it, as kvpress measures. `recall` answers
 each question from the tier (`minikv.cache.tier`), as the first one was answered, without reading
 again. `auto` is `blind` if the policy has a second pass, so that one cache serves all questions;
@@ -31,8 +31,8 @@ _BLOCK = 4096  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of the conversation. role: "system", "user" or "assistant". thoughts: those
-    before the answer that `content` is."""
+    """One message of the conversation. role: "system", "user" or "assistant". thoughts: those that
+    precede the answer `content`."""
 
     role: str
     content: str
@@ -82,7 +82,7 @@ class Turn:
 
 
 def system_messages(system: str) -> tuple[Message, ...]:
-    """With what a conversation with this system prompt, or without one, begins."""
+    """The first messages of a conversation with this system prompt; none if it is empty."""
     return (Message("system", system),) if system else ()
 
 
@@ -136,11 +136,11 @@ def shared(*runs: Sequence[object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What the tier has, and whether it may be used.
+    """The contents of the tier, and whether it may be used.
 
     ids: the tokens whose keys and values are in it. room: whether the next question may be answered
-    from it, and the whole conversation fits into it. why: why not. kind: one of `TIERS`. At least
-    the last `least` tokens are read in any case, and from a multiple of `chunk` on.
+    from it, and the whole conversation fits into it. why: why not. kind: one of `TIERS`. least and
+    chunk: at least the last `least` tokens are always read, starting at a multiple of `chunk`.
     """
 
     ids: Sequence[int] = ()
@@ -151,15 +151,15 @@ class Stored:
     chunk: int = 1
 
     def gives(self, ids: Sequence[int]) -> int:
-        """How many of the first tokens `ids` need not be read."""
+        """How many of the first tokens of `ids` need not be read."""
         have = min(shared(self.ids, ids), max(0, len(ids) - self.least))
         return have - have % self.chunk
 
 
 class TokenLog:
     """The tokens of a conversation. ids: as far as they are known. seen: how many of them the cache
-    has seen. cut: what the template writes behind them is not what it writes behind an answer. Each
-    change is one assignment or one call, so that no interrupt comes into it.
+    has seen. cut: they do not end with an answer, so the template continues them differently. Each
+    change is one assignment or one call, so that no interrupt can split it.
 
     However a turn ends, the cache has seen exactly the tokens in `fed`. The last token of an answer
     was sampled but not fed to the network. A stop token is never fed, because the template puts it
@@ -195,8 +195,8 @@ class TokenLog:
         return [] if self.pending is None else [self.pending]
 
     def read(self, ids: Iterable[int], anew: bool) -> TokenLog:
-        """The log after a prompt was read: after the tokens that the cache had seen, or, with
-        `anew`, instead of them."""
+        """The log after a prompt was read, following the tokens that the cache had seen, or, with
+        `anew`, replacing them."""
         whole = [*(() if anew else self.fed), *ids]
         return TokenLog(whole, len(whole))
 
@@ -213,14 +213,14 @@ class TokenLog:
 
 
 class TextStream(Protocol):
-    """Turns token ids into text one by one. Holds incomplete characters back until `flush`."""
+    """Turns token ids into text one by one. Holds back incomplete characters until `flush`."""
 
     def push(self, token: int) -> str: ...
     def flush(self) -> str: ...
 
 
 class Tokenizer(Protocol):
-    """What a session needs of a tokenizer; `minikv.models.tokenizer.Tokenizer` has it."""
+    """What a session needs from a tokenizer; `minikv.models.tokenizer.Tokenizer` implements it."""
 
     @property
     def vocab(self) -> int: ...
@@ -233,7 +233,7 @@ class Tokenizer(Protocol):
 
 
 class Template(Protocol):
-    """What a session needs of a chat template. Messages carry `.role`, `.content` and `.thoughts`.
+    """What a session needs from a chat template. Messages have `.role`, `.content` and `.thoughts`.
 
     `opening` renders a whole conversation that ends with a user message. `following` renders what
     comes after the text of the last assistant message, beginning with its end-of-turn marker. Both

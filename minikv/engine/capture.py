@@ -1,4 +1,4 @@
-"""How a repeated step is launched: as a CUDA graph, or as it is."""
+"""How a repeated step is launched: as a CUDA graph, or directly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # At most two steps are under way, and each is read before a third is launched.
+        # At most two steps are under way: the result of one is read before a third is launched.
         self._host = [torch.zeros(2, dtype=torch.int64, pin_memory=True) for _ in range(3)]
         self._sent = 0
 

@@ -2,9 +2,9 @@
 
 A step is one CUDA graph. The token that it draws is the input of the next step, and the host reads
 that token while the next step already runs. So a step is launched before the host knows whether its
-token belongs to the answer. Such a step is not ended before its token was fed, and until then it
-has changed nothing (`DecodeStep`). A policy that evicts before attention changes rows at once, so
-under it no step is launched ahead. The cache holds exactly the tokens that the caller fed.
+token belongs to the answer. Such a step is ended only when its token is fed, and until then it has
+changed nothing (`DecodeStep`). A policy that evicts before attention changes rows at once, so no
+step is launched ahead under it. The cache holds exactly the tokens that the caller fed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DRAWS = 256  # how many random numbers are sent to the device at once
 
 
 class Network(Protocol):
-    """What the engine needs of a model."""
+    """What the engine needs from a model."""
 
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """ids int64 [T] -> logits of the last token, float32 [V]."""
@@ -37,7 +37,8 @@ class Network(Protocol):
 
 
 class DecodeLoop:
-    """The steps of an answer, each launched before the host has read the token of the step before.
+    """The steps of an answer, each launched before the host has read the token of the previous
+    step.
 
     One launch is [end the last step, run a step, draw the next token]. The drawn token is the input
     of the next launch. The draws are those of `sampling.pick`. failure: why steps could not be
@@ -60,11 +61,11 @@ class DecodeLoop:
         self._unended = False  # the step of the last launch has not been ended
         self._early: Callable[[], list[int]] | None = None  # the step that was launched ahead
         self._guess = -1  # the token that it was given
-        # What the kernels of a step, and a captured step, depend on.
+        # The last steps' `DecodeStep.compiled` and `DecodeStep.key`, with vocabulary and sampling.
         self._compiled: tuple[object, ...] = ()
         self._key: tuple[object, ...] = ()
         self.failure, self._captures = "", True
-        # By `Eviction.due`: runs uncaptured so far, and the captured step.
+        # By `Eviction.due`: the number of uncaptured runs so far, and the captured step.
         self._warmed = {False: 0, True: 0}
         self._replays: dict[bool, Callable[[], None]] = {}
 
@@ -81,9 +82,9 @@ class DecodeLoop:
         """Feed one token and return the next, whose id is below `vocab`. recent: see `pick`; the
         last of them is `token`.
 
-        With `ahead`, the next step is launched, too, as if the returned token were fed next. Raises
-        NumericsError if a logit is NaN or infinite, and what the network or the device raises.
-        After an error the cache is empty.
+        With `ahead`, the next step is launched too, as if the returned token were fed next. Raises
+        NumericsError if a logit is NaN or infinite, and errors of the network and the device. After
+        an error the cache is empty.
         """
         kv, how, done = self._kv, (vocab, sampling, seed), False
         kv.before_settling = self._finish
@@ -96,7 +97,7 @@ class DecodeLoop:
                 self._prepare(decode, *how)
                 self._token.fill_(token)
                 if sampling.penalizes:
-                    # Where there are fewer, the first one counts several times, which is the same.
+                    # If there are fewer, the first one is repeated, which has no effect.
                     shown = [*[(recent or [token])[0]] * WINDOW, *recent][-WINDOW:]
                     self._recent.copy_(torch.tensor(shown, dtype=torch.int64))
                 wait = self._launch()
@@ -214,7 +215,7 @@ class DecodeLoop:
             self._recent.copy_(torch.cat((self._recent[1:], self._token)))
 
     def _draw(self, sampling: Sampling, seed: int) -> None:
-        """Send random numbers to the device, unless that of the next draw is already there."""
+        """Send random numbers to the device, unless the next one is already there."""
         if sampling.temperature == 0.0 or self._at + 1 in self._drawn:
             return
         drawn, self._drawn = range(self._at + 1, self._at + 1 + _DRAWS), range(0)
@@ -224,4 +225,4 @@ class DecodeLoop:
         made = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
         self._draws.copy_(made, non_blocking=True)
         self._first_draw.fill_(drawn.start)
-        self._drawn = drawn  # last: an error on the way leaves no numbers
+        self._drawn = drawn  # last: after an error, the numbers are sent again

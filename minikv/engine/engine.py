@@ -35,14 +35,14 @@ class Predicting(Network, Protocol):
 
 
 _LOGITS = 1 << 20  # how many `_predicted` computes at once: 4 MiB
-# With a large vocabulary it computes up to so many rows or logits (32 MiB), whichever are fewer:
+# With a large vocabulary it computes up to this many rows or logits (32 MiB), whichever is less:
 # each chunk reads the whole lm_head.
 _ROWS, _MOST = 128, 1 << 23
 
 
 def logits_nbytes(tokens: int, vocab: int) -> int:
-    """Bytes that the probabilities of a prompt's tokens take beside the states: the logits of a
-    chunk, and as many numbers again for their log-sum-exp."""
+    """Bytes that the probabilities of a prompt's tokens take in addition to the hidden states: the
+    logits of a chunk, and as many numbers again for their log-sum-exp."""
     return 8 * vocab * min(tokens, _rows(vocab))
 
 
@@ -60,8 +60,9 @@ class Engine:
     def __init__(
         self, network: Network, kv: KVCache, capture: Capture | Literal["auto"] | None = "auto"
     ) -> None:
-        """capture: how `next` launches a step before the host has read the token of the step before
-        (see `DecodeLoop`); None: one step at a time. "auto": CUDA graphs on CUDA, else None."""
+        """capture: how `next` launches a step before the host has read the token of the previous
+        step (see `DecodeLoop`); None: one step at a time. "auto": CUDA graphs on CUDA, otherwise
+        None."""
         self.network, self.kv = network, kv
         self.notices: list[str] = [kv.notice] if kv.notice else []
         if capture == "auto":
@@ -84,7 +85,7 @@ class Engine:
         """Feed a prompt; return the logits of its last token, float32 [V].
 
         `progress(done, total)` is called between chunks, in tokens, and may raise; a second pass
-        counts, too. After any error, the cache is as it was before. room: expected tokens of the
+        counts too. After any error, the cache is as it was before. room: expected tokens of the
         answer. asks: the prompt only asks about what was read before. turn_tokens: how many of the
         last tokens belong to the last turn, if earlier turns are read again with it. Raises
         ContextError if too few positions are left, NumericsError if the logits are not finite,
@@ -100,8 +101,8 @@ class Engine:
         return logits
 
     def _read(self, ids: Sequence[int], progress: Callable[[int, int], None] | None) -> Tensor:
-        """Feed a prompt that was begun, and all that its reader wants to be fed beside it. Returns
-        the logits of its last token. Nothing here outlives the call: the reader holds an arena."""
+        """Feed a prompt that was begun, with its passes for probabilities and scores. Returns the
+        logits of its last token. Keeps no reference to the reader, which holds an arena."""
         reading = self.kv.reading
         if isinstance(reading, Prefill) and reading.glancing:
             reading.predict(self._predicted(ids))
@@ -120,9 +121,9 @@ class Engine:
         room: int = 256,
         begins: int | None = None,
     ) -> Tensor:
-        """As `prompt`, for the token ids of the whole conversation. Tokens whose rows the tier has
-        are not fed again; the others attend to these rows exactly (see `KVCache.recall`, also for
-        `begins`). Logits and errors as for `prompt`."""
+        """Like `prompt`, for the token ids of the whole conversation. Tokens whose rows the tier
+        has are not fed again; the others attend to these rows exactly (see `KVCache.recall`, also
+        for `begins`). Logits and errors as for `prompt`."""
         kv = self.kv
         left = self._fitting(len(ids), 0)
         with self._whole(progress):
@@ -133,9 +134,9 @@ class Engine:
         return logits
 
     def fidelity(self, token: int, logits: Tensor, vocab: int) -> Fidelity:
-        """Measure what eviction lost of the prompt that `recall` has just read. token: the prompt's
-        last one. logits: what `recall` returned; the first `vocab` count. Costs one step and
-        changes nothing. Raises what torch raises when memory runs out."""
+        """Measure what eviction lost from the prompt that `recall` has just read. token: the
+        prompt's last one. logits: those that `recall` returned; the first `vocab` count. Costs one
+        step and changes nothing. Raises torch's error if memory runs out."""
         found = self.kv.last_token()
         if found is None:  # nothing was lost
             return Fidelity() if self.kv.evicted else Fidelity(0.0, 0.0, 0.0)
@@ -158,15 +159,15 @@ class Engine:
         if tokens > left:
             raise ContextError(
                 f"{tokens:,} tokens do not fit: {left:,} of {most:,} positions are left",
-                "eviction frees memory, not positions; shorten the text or start anew with "
+                "eviction frees memory, not positions; shorten the text or start over with "
                 "`chat.reset()`",
             )
         return left
 
     @contextmanager
     def _whole(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-        """Around a prompt or a step: after any error, restore the cache to its state before the
-        prompt, or drop it."""
+        """A context for a prompt or a step: after any error, restore the cache to its state before
+        the prompt, or drop it after a step."""
         kv, done = self.kv, False
         kv.progress = progress
         try:
@@ -198,7 +199,7 @@ class Engine:
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
 
-        After an error inside of the step the cache is empty. Raises ContextError, which changes
+        After an error inside the step the cache is empty. Raises ContextError, which changes
         nothing, and NumericsError.
         """
         self._refuse_full()
@@ -229,7 +230,7 @@ class Engine:
             found = self._loop.feed(token, vocab, sampling, seed, ahead=ahead, recent=recent)
             if self._loop.failure:
                 self.notices.append(
-                    f"steps are not captured in a CUDA graph and slower: {self._loop.failure}"
+                    f"steps are slower, as no CUDA graph captures them: {self._loop.failure}"
                 )
                 self._loop.failure = ""
             return found
@@ -246,7 +247,7 @@ class Engine:
         if self.kv.position >= most:
             raise ContextError(
                 f"all {most:,} positions are used",
-                "eviction frees memory, not positions; start anew with `chat.reset()`",
+                "eviction frees memory, not positions; start over with `chat.reset()`",
             )
 
     def reset(self) -> None:

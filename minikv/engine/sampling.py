@@ -1,7 +1,7 @@
 """From logits to one token: greedy, or a draw that depends only on the seed and the position.
 
 Because every draw is keyed by (seed, position), there is no generator state to restore when a turn
-is stopped, and the same question gets the same answer when it is asked again.
+is stopped, and a question that is asked again gets the same answer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minikv.errors import NumericsError
 from minikv.kernels.dispatch import Kernels
 
 WINDOW = 64
-"""Tokens of the conversation at which `repeat_penalty` looks, as in llama.cpp."""
+"""How many of the last tokens `repeat_penalty` considers, as in llama.cpp."""
 _MASK = (1 << 64) - 1
 
 
@@ -26,8 +26,8 @@ _MASK = (1 << 64) - 1
 class Sampling:
     """How the next token is chosen. Temperature 0 is greedy and ignores the filters.
 
-    Order: repeat_penalty, temperature, top_k, top_p, min_p. `top_k` 0, `top_p` 1 and `min_p` 0
-    switch a filter off, `repeat_penalty` 1 the penalty: see `penalized`.
+    Order: repeat_penalty, temperature, top_k, top_p, min_p. `top_k` 0, `top_p` 1 and `min_p` 0 turn
+    a filter off, `repeat_penalty` 1 the penalty (see `penalized`).
     """
 
     temperature: float = 0.0
@@ -61,8 +61,8 @@ def pick(
     """One token id from logits [V]. Logits from `vocab` on are padding and are never chosen.
 
     position: of the new token in the conversation. ops: the kernels, which filter and draw. recent:
-    the tokens before it, of the prompt, too; the last `WINDOW` of them are penalized. Raises
-    NumericsError if one of the first `vocab` logits is NaN or infinite.
+    the tokens before it, those of the prompt included; the last `WINDOW` of them are penalized.
+    Raises NumericsError if one of the first `vocab` logits is NaN or infinite.
     """
     logits = logits[:vocab].float()
     if sampling.penalizes and recent:
@@ -83,12 +83,12 @@ def pick(
 def penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:
     """The logits [V] with those of `ids` divided by the penalty, or, if they are not above 0,
     multiplied by it. An id that occurs several times counts once (Keskar et al. 2019, with the rule
-    for negative logits that llama.cpp and transformers have). Does not wait for the device; ids
-    from V on, which are markers that are never chosen, change nothing."""
-    ids = ids.clamp(max=len(logits))  # all those that are too large have a place of their own
+    for negative logits of llama.cpp and transformers). Does not wait for the device. Ids from V on,
+    which are markers that are never chosen, have no effect."""
+    ids = ids.clamp(max=len(logits))  # too large ids share one extra entry
     wide = torch.cat((logits, logits.new_zeros(1)))
     found = wide.gather(0, ids)
-    by = torch.full_like(found, penalty)  # CUDA divides by a number as it multiplies by 1 / number
+    by = torch.full_like(found, penalty)  # CUDA would divide by a number with its inverse
     return wide.scatter(0, ids, torch.where(found > 0, found / by, found * by))[:-1]
 
 

@@ -1,5 +1,5 @@
-"""CPU threads: how many the process uses, how they wait for each other, and that a fork has
-none."""
+"""CPU threads: how many the process uses, how they wait for each other, and a check that the
+process is no fork, in which they do not exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def allowed(quota: Path = _QUOTA) -> int:
 
 def wait_briefly() -> None:
     """Make waiting OpenMP threads give up their core after some tens of microseconds, not after
-    milliseconds. Otherwise, beside another busy process, a waiting thread can occupy the core that
+    milliseconds. Otherwise, if another process is busy, a waiting thread can occupy the core that
     the thread it waits for needs.
 
     Call this before torch is imported, because the OpenMP library reads the setting when it is
@@ -52,8 +52,8 @@ def use(threads: int) -> None:
 
 @cache
 def _computes() -> int:
-    """The process whose threads compute: the one that loads the first model. A fork inherits the
-    answer."""
+    """The id of the process whose threads compute, which is the one that loads the first model. A
+    fork inherits the cached value."""
     return os.getpid()
 
 

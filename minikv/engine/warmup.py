@@ -26,7 +26,7 @@ from minikv.policies.parts import smallest_budget
 _ROWS = 4  # per head; compiled kernels do not depend on the number of rows
 _LATER = (72, 24, 8, 3, 1)
 """Tokens of later prompts: one for each size of query tiles, and a prompt of one token, whose
-products need not be those of a step."""
+matrix products may differ from those of a step."""
 _LINES = (16, 32, 64, 128)  # queries times G: one for each size of query tiles
 _OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32 and 64
 _FAR = 1 << 16  # rows of a head that are divided among several programs
@@ -41,7 +41,7 @@ def compiles(device: torch.device, kernels: str) -> bool:
 
 
 def remarks(device: torch.device, kernels: str) -> list[str]:
-    """Lines about why the C kernels are compiled again, or kept in another place than usual."""
+    """Lines that say why the C kernels are compiled again, or stored in an unusual place."""
     return build.remarks() if device.type == "cpu" and kernels == "auto" else []
 
 
@@ -51,15 +51,15 @@ def warm(kv: KVCache, network: Network) -> None:
 
     It runs two steps of each kind, so that heads also evict a row, and a prompt that evicts
     followed by shorter ones, because tile sizes depend on the number of queries. `kv` itself is not
-    used. But if the kernels cannot be compiled (Triton needs a C compiler), `kv` is switched to the
-    torch kernels, and `kv.notice` says why.
+    touched, except that it is switched to the torch kernels if the kernels cannot be compiled
+    (Triton needs a C compiler); `kv.notice` then says why.
     """
     try:
         _steps(kv)
         _talk(kv, network)
         slides = any(window is not None for window in kv.shape.windows)
         if kv.rules.evicts or slides:
-            _tiles(kv)  # else heads are even, and their rows are a plain block
+            _tiles(kv)  # otherwise heads are even, and their rows are a plain block
         if kv.rules.prompt is not None:
             _choices(kv)
         whole = any(window is None for window in kv.shape.windows)
@@ -171,7 +171,7 @@ def _tiles(kv: KVCache) -> None:
 
 
 def _choices(kv: KVCache) -> None:
-    """Run the kernels that choose among many rows of a head. Those of `_talk` are for few."""
+    """Run the kernels that choose among many rows of a head. `_talk` runs those for few."""
     heads, device = kv.shape.kv_heads, kv.device
     with torch.inference_mode():
         pos = torch.arange(_MANY, device=device).expand(heads, _MANY)
@@ -183,8 +183,8 @@ def _choices(kv: KVCache) -> None:
 
 
 def _observed(kv: KVCache) -> list[int]:
-    """Numbers of last queries to observe, one for each tile size that can occur: of a short prompt
-    the policies observe fewer queries."""
+    """Numbers of last queries to observe, one for each tile size that can occur: policies observe
+    fewer queries of a short prompt."""
     evidence = kv.rules.prompt.evidence.observe if kv.rules.prompt is not None else 0
     most = max(evidence, kv.rules.step.observe if kv.rules.step is not None else 0)
     return [count for count in _OBSERVED if count // 2 < most] if evidence != ALL else []

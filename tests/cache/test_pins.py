@@ -16,7 +16,7 @@ def test_pins_beyond_the_budget_are_refused() -> None:
     run = engine(network(), "adakv", "roco", 64)
     with pytest.raises(UsageError) as refused:
         run.kv.pin(40)
-    assert "too small beside 40 pinned ones" in str(refused.value)
+    assert "too small for 40 pinned ones" in str(refused.value)
     assert "is 73 tokens per head" in refused.value.hint
     run.kv.pin(31)
     run.prompt(ids(200))

@@ -328,7 +328,8 @@ def test_a_lent_tier_gives_its_rows_and_keeps_none(in_file: bool, tmp_path: Path
     asked = [*ids[:100], *small.ids(20, seed=3)]
     want = small.engine(net).prompt(asked)
     torch.testing.assert_close(other.recall(asked), want, atol=1e-4, rtol=1e-4)
-    assert (lent.length, str(lent.failed)) == (100, "another chat's tier keeps no rows of this one")
+    refusal = "another chat's tier cannot store this one's rows"
+    assert (lent.length, str(lent.failed)) == (100, refusal)
     for layer, columns in enumerate(before):
         for name, column in tier.rows.read(layer, 150).items():
             assert torch.equal(column, columns[name])

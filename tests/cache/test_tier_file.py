@@ -620,7 +620,7 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(
     again.close()
     text = json.dumps(made | says if isinstance(says, dict) else says).encode()
     (path / "manifest").write_bytes(tier_file.sealed(text))
-    with pytest.raises(TierError, match=r"tier.kv does not say what it is"):
+    with pytest.raises(TierError, match=r"the manifest of tier.kv is invalid"):
         FileRows.open(path)
     (path / "manifest").write_bytes(data.replace(b"tier 3", b"tier 4"))
     with pytest.raises(TierError, match="is damaged, or of another version of minikv"):

@@ -503,7 +503,7 @@ def test_a_file_that_fails_costs_a_second_reading(
         assert len(seen) == 2 + 3
         assert any("in a file" in line for line in told)
         assert " of RAM until then" in told[-1]
-    assert any("with what is to be scored cannot be used: rows.kv is damaged" in x for x in told)
+    assert any("of the rows to be scored cannot be used: rows.kv is damaged" in x for x in told)
     assert len(closed) == 1
     # It is not tried again in this conversation.
     session.reset()

@@ -217,7 +217,7 @@ def test_where_a_tier_is_and_why_is_said_once(
         assert not notes
     else:
         (note,) = notes
-        assert f"there is no tier ({GONE}; what was read takes" in note
+        assert f"there is no tier ({GONE}; in RAM it takes" in note
         assert "1,000 B are free" in note
 
 

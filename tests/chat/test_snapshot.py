@@ -188,7 +188,7 @@ def test_a_stop_text_may_begin_before_the_limit_and_end_after_it() -> None:
 
 def test_what_cannot_go_on_says_why_and_changes_nothing(folder: Path) -> None:
     chat = make()
-    with pytest.raises(UsageError, match="no answer to go on with"):
+    with pytest.raises(UsageError, match="no answer to continue"):
         list(chat.continue_answer())
     whole = "".join(chat.ask("tell me"))
     with pytest.raises(UsageError, match="the model ended its answer"):
@@ -206,7 +206,7 @@ def test_what_cannot_go_on_says_why_and_changes_nothing(folder: Path) -> None:
     list(other.ask("what is in it?", 5))
     other.configure(EvictionConfig.read("snapkv", budget="48"))
     fed, turns = list(other.fed), list(other.turns)
-    with pytest.raises(UsageError, match="policy or the budget was changed"):
+    with pytest.raises(UsageError, match="policy or the budget has changed"):
         list(other.continue_answer())
     assert (other.fed, other.turns) == (fed, turns)
     with pytest.raises(UsageError, match="at least 1"):

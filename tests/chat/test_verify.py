@@ -158,5 +158,5 @@ def test_what_cannot_be_verified_says_why() -> None:
     session.reset()
     list(session.ask("Else?", 4))
     session.restore(snapshot)
-    with pytest.raises(UsageError, match="not have its question any more"):
+    with pytest.raises(UsageError, match="no longer has its question"):
         list(session.verify())

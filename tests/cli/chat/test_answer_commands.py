@@ -75,8 +75,8 @@ def test_continue_is_saved_and_goes_on_in_another_process(
 def test_continue_without_such_an_answer_is_refused(world: World, document: str) -> None:
     result = world.run("chat", document, input="/continue\nWho runs it?\n/continue\n")
     assert result.exit_code == 2
-    assert "error: there is no answer to go on with" in result.stderr
-    assert "nothing to go on with: the model ended its answer" in result.stderr
+    assert "error: there is no answer to continue" in result.stderr
+    assert "nothing to continue: the model ended its answer" in result.stderr
     assert len(result.stdout.splitlines()) == 1
 
 

@@ -381,7 +381,7 @@ def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
         patch.setattr(os, call, full)
         list(session.ask("Why?", 8, 0.7, notice=notes.append))
     assert session.turn == 2
-    assert "the tier cannot be used any more: " in notes[0]
+    assert "the tier can no longer be used: " in notes[0]
     assert "No space left" in notes[0]
     keeper.keep(session)
     say(session, "And now?")
