@@ -24,7 +24,7 @@ if not (Path(__file__).parent / "kernels").exists():  # a clone has it beside th
 
 
 def __getattr__(name: str) -> type:
-    """The classes of a chat, which load torch when they are first asked for."""
+    """The classes of a chat; the first access imports torch."""
     if name == "ChatSession":
         from minikv.chat.session import ChatSession
 
@@ -57,5 +57,5 @@ def load(
     from minikv.engine.threads import wait_briefly
     from minikv.loader import build, settings_from
 
-    wait_briefly()  # before torch is imported, to know the options of policies
+    wait_briefly()  # before `settings_from` imports torch for the options of policies
     return build(settings_from(model=model, policy=policy, budget=budget, **settings))

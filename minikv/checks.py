@@ -15,7 +15,7 @@ def quoted(value: object) -> str:
     """A user's value for a message: as ASCII, and at most 60 characters."""
     try:
         text = ascii(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
+    except ValueError:  # Python converts no number of more than 4,300 digits to text
         text = "a very large number"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -77,7 +77,7 @@ def unicode(what: str, value: object) -> None:
     except UnicodeEncodeError as error:
         code, at = ord(value[error.start]), f"at character {error.start:,}"
         why = f"a lone surrogate {at}"
-        if 0xDC80 <= code <= 0xDCFF:  # Python's way to hold a byte that it could not decode
+        if 0xDC80 <= code <= 0xDCFF:  # Python's code for a byte that it could not decode
             why = f"byte 0x{code - 0xDC00:02x} {at} is not UTF-8"
         raise UsageError(f"{what} is not valid Unicode: {why}") from None
 
@@ -95,8 +95,8 @@ def function(name: str, value: object) -> None:
 
 
 def stop_texts(given: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The given stop texts, each once; None: none. A single text need not be in a sequence. Raises
-    UsageError for one that is empty or not a str."""
+    """The given stop texts, each once; none for None. A single text need not be in a sequence.
+    Raises UsageError for one that is empty or not a str."""
     if isinstance(given, str | None):
         given = () if given is None else (given,)
     if isinstance(given, bytes | bytearray) or not isinstance(given, Iterable):

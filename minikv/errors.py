@@ -1,17 +1,17 @@
-"""Errors that a user can cause or meet, each with its documented exit code.
+"""Errors that a user may see, each with its documented exit code.
 
 The message says in one line what happened and why. `hint` says what to do; Python shows it below
-the message (as a note). Remedies are written as Python, in backquotes: `dtype="float32"`,
-`chat.reset()`. The command line replaces them by its own flags and commands
-(`minikv.cli.settings.values`). The models package has its own errors with `exit_code` and `hint`
-(`minikv.models.errors`), because it may not import from here.
+the message (as a note). Remedies are Python code in backquotes: `dtype="float32"`, `chat.reset()`.
+The command line replaces them with its own flags and commands (`minikv.cli.settings.values`). The
+models package has its own errors with `exit_code` and `hint` (`minikv.models.errors`), because it
+may not import from here.
 """
 
 from __future__ import annotations
 
 
 class MinikvError(Exception):
-    """Base class of the runtime's errors. The README has the exit codes."""
+    """Base class of the runtime's errors. The guide lists the exit codes."""
 
     exit_code = 1
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LoadProgress(Protocol):
-    """Gets the progress of loading: the methods of `minikv.models.hub.Progress`, and `kernels`."""
+    """Shows the progress of loading: the methods of `minikv.models.hub.Progress`, and `kernels`."""
 
     def planned(self, files: int, size: int, free: int | None) -> None: ...
     def download(self, done: int, total: int) -> None: ...
@@ -52,7 +52,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
     refuse_without_torch()
     eviction = settings.eviction()
-    # torch is imported here, so that commands without a model start fast.
+    # These imports load torch: they are here so that commands without a model start fast.
     import torch
 
     from minikv.cache.kv_cache import KVCache
@@ -75,7 +75,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     rules = eviction.rules()
 
     def announce(device: torch.device) -> None:
-        """Say that the C kernels will be compiled, if they will."""
+        """Call `progress.kernels` if the C kernels must be compiled."""
         if progress is not None and compiles(device, settings.kernels):
             for line in remarks(device, settings.kernels):
                 progress.say(line)
@@ -124,7 +124,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     cuda = network.device.type == "cuda"
     recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
     if settings.remember != "off":
-        # Now: the files may be replaced while the chat is open.
+        # Computed now, because the files may be replaced while the chat is open.
         identity: dict[str, object] = {
             "model": loaded.name if loaded.revision else loaded.folder.name,
             **digests(loaded.folder),
@@ -172,9 +172,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
 
 
 def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packing:
-    """The kernels that pack weights on a CPU, for this setting of `kernels`. C is compiled only
-    when the first matrix is packed, so not for a model that does not exist; `first` is called
-    before that."""
+    """The kernels that pack weights on a CPU, for this value of `kernels`. C is compiled only when
+    the first matrix is packed, so not for a model that does not exist; `first` is called before
+    that."""
     import torch
 
     from minikv.kernels.dispatch import Kernels, choose
@@ -182,14 +182,14 @@ def packing_of(kernels: str, first: Callable[[], None] = lambda: None) -> Packin
     @cache
     def chosen() -> Kernels:
         first()
-        return choose(torch.device("cpu"), kernels, 64, torch.bfloat16)[0]  # as for any head
+        return choose(torch.device("cpu"), kernels, 64, torch.bfloat16)[0]  # 64: any head size
 
     return chosen
 
 
 def settings_from(budget: int | str = "auto", **given: Any) -> Settings:
     """The settings of `minikv.load`: fields of `Settings`, and options of policies. Raises
-    UsageError for a name that is neither; the hint says where it belongs, or suggests others."""
+    UsageError for any other name; the hint says where it belongs, or suggests others."""
     own = [*settings_of(Settings)]
     options = {name: given.pop(name) for name in [*given] if name not in own}
     known = {option.name for method in registry.methods() for option in method.options}
@@ -219,7 +219,7 @@ def settings_from(budget: int | str = "auto", **given: Any) -> Settings:
 
 
 def shape_of(config: ModelConfig) -> Shape:
-    """The sizes of a model that a cache needs."""
+    """The sizes of a model that a cache must know."""
     from minikv.cache.stats import Shape
 
     return Shape(
@@ -253,12 +253,13 @@ def workspace(
     packed: bool = False,
     foresees: bool = False,
 ) -> int:
-    """About what the network needs at once to read, beside weights and cache: the residual stream
-    and the tables of positions in full, and of one chunk the widest intermediates, twice.
+    """About how many bytes the network needs at once for reading, in addition to weights and cache:
+    the residual stream and the tables of positions in full, and twice the widest intermediates of
+    one chunk.
 
-    packed: the weights are; on a GPU a matrix is unpacked for each product of many rows. foresees:
-    the policy needs every token's probability. Their states take the place of the
-    residual stream, and a chunk of logits that of the intermediates."""
+    packed: the weights are packed; on a GPU a matrix is unpacked for each product of many rows.
+    foresees: the policy needs every token's probability. Then the hidden states count instead of
+    the residual stream, and a chunk of logits instead of the intermediates."""
     from minikv.engine.engine import logits_nbytes
     from minikv.models.llama import chunk_rows
 
@@ -268,7 +269,7 @@ def workspace(
     attention = 2 * (q + 2 * kv) + 2 * q
     chunk = rows * (2 * config.mlp + attention + 4 * config.hidden) * itemsize
     if cuda and asked is not None and tokens > rows:
-        # Attention to a block, and the float32 sums before and after it is joined to the others.
+        # Attention to a block, and the float32 sums before and after merging it.
         chunk += rows * q * (2 * 4 + itemsize)
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
     told = logits_nbytes(tokens, config.vocab) if foresees else 0
@@ -278,8 +279,8 @@ def workspace(
 
 
 def output_of(network: Llama) -> Callable[[int], Tensor]:
-    """A function of the layer that returns W_O as [H, G, D, hidden], for policies that use the
-    norms of projected values."""
+    """A function that returns a layer's W_O as [H, G, D, hidden], for policies that use the norms
+    of projected values."""
     config = network.config
 
     def output(layer: int) -> Tensor:

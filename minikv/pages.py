@@ -1,6 +1,6 @@
 """Memory for weights, keys and values: on a CPU in pages of 2 MiB, if the system has them. A decode
-step reads all of it, which is faster there (docs/measurements/README.md, Weights; cpu.md, A step in
-one call)."""
+step reads all of it, which is faster from large pages (docs/measurements/README.md, Weights;
+cpu.md, A step in one call)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def large(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.empty`. On a CPU, a tensor of at least `LARGE` bytes is in pages of 2 MiB."""
+    """Like `torch.empty`. On a CPU, a tensor of at least `LARGE` bytes is in pages of 2 MiB."""
     if math.prod(shape) * dtype.itemsize < LARGE:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return Pages(device).empty(shape, dtype)
@@ -45,15 +45,15 @@ def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 def give_back() -> None:
     """Return freed memory of the process to the system. glibc keeps freed pieces of up to 32 MiB,
-    such as the buffers that a prompt was read with."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call
+    such as the buffers for reading a prompt."""
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Pages:
     """Memory of a device for tensors with about the same lifetime: a mapping is freed with the last
-    tensor in it. A tensor keeps its mapping alive, but does not prevent closing it; so no mapping
-    may be closed."""
+    tensor in it. A tensor keeps its mapping alive, but does not prevent `close`; so mappings must
+    not be closed."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +67,7 @@ class Pages:
         if self._asks and size >= SMALL:
             try:
                 source, at = _own(size) if size >= LARGE else self._shared(size)
-            except (OSError, ValueError):  # address space is limited; the heap may need less
+            except (OSError, ValueError):  # address space may be limited; the heap may need less
                 self._asks, self._slab = False, None
             else:
                 return _in(source, at, shape, dtype)
@@ -92,7 +92,7 @@ def _in(source: mmap.mmap, at: int, shape: Sequence[int], dtype: torch.dtype) ->
 
 def _own(size: int) -> tuple[mmap.mmap, int]:
     """A new mapping for one tensor, and the tensor's offset in it. The end that does not fill a
-    large page uses small pages, because it would occupy a whole large one."""
+    large page is in small pages, because it would occupy a whole large one."""
     made, at = _mapped(size)
     if whole := size // PAGE * PAGE:
         _ask(made, at, whole)

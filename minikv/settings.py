@@ -1,7 +1,7 @@
 """Every setting, defined once: its description, its default and its allowed values.
 
-The fields of the classes below make the flags of the command line, the keys of the configuration
-file, the `MINIKV_*` variables, the settings of `/set`, and what `minikv.load` checks.
+The fields of the classes below define the flags of the command line, the keys of the configuration
+file, the `MINIKV_*` variables, the settings of `/set`, and the checks of `minikv.load`.
 `Setting.read` checks a value, wherever it comes from.
 """
 
@@ -25,7 +25,7 @@ from minikv.policies import DEFAULT_BUDGET, DEFAULT_PROMPT, check_name, prompt_n
 
 WEIGHTS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
 """Values of --weights, as `models.linear` knows them."""
-MAX_TOKENS = 512  # of an answer, also from Python
+MAX_TOKENS = 512  # of an answer; also Python's default
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MODEL, CACHE, DOCUMENTS = "Model", "KV cache", "Documents"
 SAMPLING, OUTPUT, ADVANCED = "Sampling", "Output", "Advanced"
@@ -37,7 +37,7 @@ GONE: Mapping[str, str] = {
 }
 """Settings of earlier versions, with what to use instead."""
 _CHAT = ("ask", "chat", "serve")
-_LARGEST = 1 << 64  # of whole numbers
+_LARGEST = 1 << 64  # a limit for whole numbers
 _KEY = "setting"
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "off"), False)
@@ -49,12 +49,12 @@ Plain = str | int | float | bool | tuple[str, ...]
 class Setting:
     """One field: its default, help and limits.
 
-    default: of the flag; Python's may differ. A tuple is a flag that may be given several times.
-    panel: the section of --help-all that lists it; `common` settings are in --help, too. takes: the
-    word for its value there. letters: other spellings of the flag. within: the least and the most
-    of a number. words: texts that may be in place of a number. examples: what Tab offers where
-    there are neither choices nor words. test: raises UsageError for a text that means nothing;
-    later: the same where a flag may take several, so that the command tests it.
+    default: the flag's; Python's may differ. A tuple means that the flag may be given several
+    times. panel: the section of --help-all that lists it; `common` settings are in --help too.
+    takes: the word for its value there. letters: other spellings of the flag. within: the smallest
+    and the largest number. words: texts that may replace a number. examples: the completions for
+    Tab if there are neither choices nor words. test: raises UsageError for an invalid text; later:
+    the same for flags that may take several values, which the command tests.
     commands: those for which a configuration file sets it (empty: every command that has the flag).
     in_file: if False, a configuration file cannot set it. live: `/set` changes it in a chat.
     """
@@ -82,8 +82,8 @@ class Setting:
         return f"--{self.name.replace('_', '-')}"
 
     def parse(self, text: str) -> object:
-        """A text of a flag, a variable or a command as the value that a configuration file would
-        have; the text itself if it is none."""
+        """A text from a flag, a variable or a command as the value that a configuration file would
+        have; the text itself if it cannot be parsed."""
         kind, value = type(self.default), text.strip()
         if kind is tuple:
             return [spelled(text)] if text else []
@@ -95,13 +95,13 @@ class Setting:
             return text
 
     def parse_words(self, words: Sequence[str]) -> object:
-        """As `parse`, of the words of a command. Raises UsageError for several where it takes
-        one."""
+        """Like `parse`, for the words of a command. Raises UsageError for several words if the
+        setting takes one."""
         if isinstance(self.default, tuple):
             return [spelled(word) for word in words if word]
         if len(words) > 1:
             raise UsageError(
-                f"{self.name} takes one value, got {' '.join(words)!r}", "quote a text"
+                f"{self.name} takes one value, got {' '.join(words)!r}", "put a text in quotes"
             )
         return self.parse(words[0])
 
@@ -134,7 +134,7 @@ class Setting:
         return value
 
     def read_whole(self, value: object, where: str) -> Plain:
-        """As `read`, and with the test for later. An empty text says nothing, and is allowed."""
+        """Like `read`, including the test `later`. An empty text is allowed."""
         found = self.read(value, where)
         if self.later is not None and isinstance(found, str) and found:
             _tested(self.later, found, where)
@@ -168,9 +168,9 @@ _KINDS: Mapping[type, str] = {
 def setting(
     default: Plain | None, help: str, panel: str, *, flag_default: Plain | None = None, **how: Any
 ) -> Any:
-    """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag has the
-    default of the field, or "" if that is None. how: other fields of `Setting`."""
-    if panel in (CACHE, DOCUMENTS, SAMPLING):  # what a chat alone has
+    """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag's default is
+    that of the field, or "" if that is None. how: other fields of `Setting`."""
+    if panel in (CACHE, DOCUMENTS, SAMPLING):  # settings of a chat only
         how.setdefault("commands", _CHAT)
     how.setdefault("live", panel == SAMPLING)
     shown = default if flag_default is None else flag_default
@@ -199,13 +199,13 @@ def refuse_gone(name: str, where: str) -> None:
 
 def spelled(text: str) -> str:
     """The text that the user means: `\\n`, `\\t` and `\\\\` are a new line, a tab and a backslash;
-    any other backslash is itself."""
+    any other backslash stays."""
     signs = {"n": "\n", "t": "\t", "\\": "\\"}
     return re.sub(r"\\([nt\\])", lambda found: signs[found[1]], text)
 
 
 def _known_policy(name: str) -> None:
-    if name not in step_names():  # they go with a stride
+    if name not in step_names():  # these are allowed with a stride
         check_name(name)
 
 
@@ -220,7 +220,7 @@ def _known_device(name: str) -> None:
 
 
 def known_size(text: str) -> None:
-    """Raise UsageError for what is neither a size nor off."""
+    """Raise UsageError for a text that is neither a size nor off."""
     if text != "off" and Budget.size(text) is None:
         raise UsageError(
             f"{quoted(text)} is neither off nor a size", "give a size with its unit, such as 10GiB"
@@ -229,7 +229,7 @@ def known_size(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that decides what a chat computes. Raises UsageError for values that are wrong on
+    """All settings that affect what a chat computes. Raises UsageError for values that are wrong on
     every machine.
 
     model: None is the bundled one. threads: None leaves torch's number. options: those of the
@@ -329,7 +329,7 @@ class Settings:
     )
     reuse: str = setting(
         "auto",
-        "what a later question is answered from: recall: all that was read, which --tier keeps; "
+        "what a later question is answered from: recall: all that was read, stored by --tier; "
         "refresh: all that was read, after reading it again; once: the tokens that were kept for "
         "the first question; blind: the tokens that were kept before any question was seen; auto: "
         "recall if it fits, else refresh (kvzip: blind)",
@@ -350,7 +350,7 @@ class Settings:
     )
     tier: str = setting(
         "auto",
-        "where the keys and values of all that was read are kept, for --reuse recall: ram; file: "
+        "where the keys and values of all that was read are stored, for --reuse recall: ram; file: "
         "with the saved chat, which then continues without reading again; none; auto: on a GPU ram "
         "if it fits, else a file; on a CPU a file, as ram would take what eviction saves (kvzip "
         "keeps them only while it reads)",
@@ -360,7 +360,7 @@ class Settings:
     )
     tier_dtype: str = setting(
         "same",
-        "number format of what --tier keeps; same: that of the model; int8: about half of "
+        "number format of what --tier stores; same: that of the model; int8: about half of "
         "bfloat16, but rounded: the same question, asked again, may get another answer",
         CACHE,
         takes="FORMAT",
@@ -376,7 +376,7 @@ class Settings:
     )
     fidelity: str = setting(
         "on",
-        "with --tier, measure with each question what eviction loses (/stats shows it); off: saves "
+        "with --tier, measure for each question what eviction loses (/stats shows it); off: saves "
         "a step for each question",
         CACHE,
         choices=("on", "off"),
@@ -384,7 +384,7 @@ class Settings:
     )
     check: str = setting(
         "off",
-        "after each answer, until you type, write it again from all that --tier keeps, and say "
+        "after each answer, until you type, write it again from all that --tier stores, and say "
         "whether it is the answer of a cache without eviction",
         CACHE,
         choices=("on", "off"),
@@ -493,8 +493,8 @@ class Generation:
     )
     max_thoughts: int = setting(
         0,
-        "end the thoughts of a reasoning model after so many tokens, so that the answer comes; 0: "
-        "when it ends them",
+        "end the thoughts of a reasoning model after this many tokens, so that it answers; 0: "
+        "the model decides",
         SAMPLING,
         within=(0, 1 << 31),
         takes="TOKENS",
@@ -505,7 +505,7 @@ class Generation:
 
 
 def _read_fields(made: Any) -> None:
-    """Check the fields that have a setting, and give them its type. Raises UsageError."""
+    """Check the fields that have a setting, and convert them to its type. Raises UsageError."""
     for one in fields(made):
         value, known = getattr(made, one.name), one.metadata.get(_KEY)
         if known is not None and not (value is None and one.default is None):

@@ -1,4 +1,4 @@
-"""The eviction policies: one file each, which says everything about it; `registry` knows the names.
+"""The eviction policies: each file describes one completely; `registry` lists the names.
 
 Importing this package does not import torch.
 """

@@ -1,10 +1,9 @@
 """Ada-KV (arXiv 2407.11550, algorithm 1): head budgets by need, for any scores.
 
-The layer's budget goes to the heads in proportion to how many of the layer's best rows each holds,
-blended with an even share (`alpha`, the safeguard of section 3.3). By default the blend is rounded
-so that the layer's total is exact to the row; `rounding=official` is the authors' arithmetic.
-`alloc=floor` is kvpress' rule: every head keeps `alpha` of its even share, and the rest goes to the
-layer's best rows.
+Each head's share of the layer's budget is its share of the layer's best rows, blended with an even
+share (`alpha`, the safeguard of section 3.3). By default the blend is rounded so that the layer's
+total is exact to the row; `rounding=official` is the authors' arithmetic. `alloc=floor` is kvpress'
+rule: every head keeps `alpha` of its even share, and the rest goes to the layer's best rows.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class AdaKV(HeadAllocator):
     name = "ada"
     summary = "head budgets by need"
 
-    alpha: float = option(0.2, "share of the budget that every head is sure of", (0.0, 1.0))
+    alpha: float = option(0.2, "share of the budget that is divided evenly", (0.0, 1.0))
     rounding: str = options.rounding()
     normalize: bool = option(
         False,
@@ -52,8 +51,8 @@ class AdaKV(HeadAllocator):
         if self.alloc == "floor" and (official or self.normalize):
             other = "rounding=official" if official else "normalize"
             raise UsageError(
-                f"ada: alloc=floor and {other} do not go together",
-                "one is kvpress' rule, which blends and weighs nothing; leave one out",
+                f"ada: alloc=floor and {other} cannot be combined",
+                "alloc=floor is kvpress' rule, which neither blends nor weighs; leave one out",
             )
         if self.normalize and not scorer.evidence.adds_up:
             raise UsageError(
@@ -77,8 +76,8 @@ class AdaKV(HeadAllocator):
         return rows.view.ops.share(need, times, a.numerator, parts, have, total)
 
     def _floor(self, rows: Candidates, total: Tensor, most: int) -> Tensor:
-        """kvpress' rule. The window's rows, which are kept in any case, count as part of a head's
-        own share."""
+        """kvpress' rule. The window's rows, which always stay, count as part of a head's own
+        share."""
         heads, window = len(rows.free), rows.scorer.evidence.window
         each = total // heads + window
         own = ((each.to(torch.float64) * self.alpha).to(torch.int64) - window).clamp(min=0)

@@ -1,11 +1,11 @@
-"""The base classes of policies, and what they are given.
+"""The base classes of policies, and the views that they receive.
 
 A policy answers four questions: what a row is worth, which rows may leave, how many rows each layer
 and head keeps, and which rows stay. A prompt policy answers them once, at the end of every prompt.
 A step policy picks the victims of each head while an answer is written.
 
-Everywhere: a higher score stays; rows are compared by position, never by their place in the arena;
-of equal scores the younger row stays.
+In all of them, rows with higher scores stay; of equal scores, the younger row stays. Rows are
+ordered by position, never by their index in the arena.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from minikv.policies.moments import Moments, Rotation
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 ALL = 1 << 62
-"""As a number of observed queries: every query of the prompt."""
+"""A number of observed queries that means every query of the prompt."""
 
 SURE = 1e19
-"""From here on a score only says that a row stays before others; `Span` passes none of it on."""
+"""A score from here on only ranks a row above others; `Span` does not pass it on."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptView:
-    """One layer at the end of a prompt, before eviction: rows of earlier turns, then the prompt's.
+    """One layer at the end of a prompt, before eviction: rows of earlier turns, then the prompt's
+    rows.
 
-    layer: its index. position: tokens counted, with those of this prompt.
+    layer: its index. position: tokens counted, this prompt's included.
     pos int64 [H, N]: positions; -1 where a head has no row or its window no longer sees the row.
     observed: how many of the last queries were observed.
     mass float32 [H, G, N]: the sum of their attention to each row; squares float32 [H, N]: the sum
@@ -46,27 +47,27 @@ class PromptView:
     turns: first position and end of every prompt so far, this one included.
     queries: moments of the prompt's queries; None unless `Evidence.queries_from` is set.
     rotary: how the network rotates queries and keys; None if not known.
-    budget: rows per head that the layer may keep beside pinned ones.
+    budget: rows per head that the layer may keep in addition to pinned ones.
     causal: no observed query saw a row after its own.
     below() int64 [H, N]: bit i is set if the i-th query from the end gave the row less than an even
-        share of its attention; for the queries that `StepPolicy.prompt_history` asks for.
+        share of its attention; for the last `StepPolicy.prompt_history` queries.
     attention(heads) float32 [h, G, W, N]: the attention of each observed query to each row, for a
         slice of the heads; None unless `Evidence.each_query`.
-    largest(scale) float32 [H, G, N]: the most attention that an observed query gives each row;
-        that of each query counts `scale` [W] times.
+    largest(scale) float32 [H, G, N]: the most attention that an observed query gives each row,
+        after each query's attention is multiplied by `scale` [W].
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
     predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
-        the first one; None unless `Evidence.predicted`, and if no row must leave.
+        the first one; None unless `Evidence.predicted`, or if no row must leave.
     sentences int64 [position]: how many sentences ended before each token of the conversation; None
-        unless `Evidence.sentences`, and where nobody told the cache.
+        unless `Evidence.sentences`, or if the cache was not told.
     peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
         from before it; None if there was none.
     asks: the prompt only asks about what was read before. ops: the kernels.
-    earlier: how many of the first rows may be in any order of position; the others follow them in
-        order. None: all.
-    shared: what a policy computed for an earlier layer of the prompt and uses again, by a key of
-        its own.
+    earlier: how many of the first rows may be out of order; the others follow in order of position.
+        None: all.
+    shared: results that a policy computed for an earlier layer of the prompt and reuses, by a key
+        of its choice.
     """
 
     layer: int
@@ -111,11 +112,12 @@ class PromptView:
     def able(self) -> Tensor:
         """float32 [H, N]: how many of the observed queries could see each row. Computed once."""
         first = self.position - self.observed
-        last = None if self.causal else first  # then every query saw every row
+        last = None if self.causal else first  # None: every query saw every row
         return self.once("able", lambda: (self.position - self.pos.clamp(first, last)).float())
 
     def each_query(self, make: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """What `make` returns for the `attention` of some heads and their slice, of all heads."""
+        """The results of `make` for all heads; it is called with the `attention` of some heads and
+        their slice."""
         assert self.attention is not None
         assert self.mass is not None
         seen, each = self.attention, self.mass[0].numel() * self.observed
@@ -124,7 +126,7 @@ class PromptView:
         )
 
     def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` returned when it was first asked for by this key."""
+        """The result of `make`, computed at the first call with this key."""
         if key not in self._found:
             self._found[key] = make()
         found: Tensor = self._found[key]
@@ -132,8 +134,8 @@ class PromptView:
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
-        `pinned` positions; which are free; how many: see `divide` in kernels/evict/plain.py.
-        Computed once."""
+        `pinned` positions; which rows are free; and how many: see `divide` in
+        kernels/evict/plain.py. Computed once."""
         key = "divide", sinks, recent, pinned
         # In a first prompt, all heads of all layers without a window hold the same rows.
         known = self.shared if self.pos.stride(0) == 0 else self._found
@@ -146,17 +148,17 @@ class PromptView:
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """F heads that may have to evict, those of some layers or of all, padded to N rows.
+    """F heads that may have to evict, of some or all layers, padded to N rows.
 
     position: tokens counted, with the newest row unless the policy evicts first.
     pos int64 [F, N]: positions, all below `context`; -1 for padding and for pinned rows.
     free bool [F, N]: the rows that may leave (`StepPolicy.free`).
-    cap int64 [F]: rows that a head may keep. count: how many rows a head gives up at most, an int
-        or int64 [F, 1].
-    layer: the index of the first one; each has `heads` heads, side by side.
+    cap int64 [F]: rows that a head may keep. count: the most rows that leave a head, an int or
+        int64 [F, 1].
+    layer: the index of the first layer; each has `heads` adjacent heads.
     column(name) [F, N]: one of the policy's columns.
-    attention float32 [F, N]: the attention of the current query to each row, as
-        `StepPolicy.attention` joins it. None before attention.
+    attention float32 [F, N]: the attention of the current query to each row, joined by
+        `StepPolicy.attention`. None before attention.
     query and key: for a policy that evicts first and needs them, in one layer: the query [F, G, D]
         and the new row's key [F, 1, D]; for a block of t rows of a prompt [F, G * t, D] and [F, t,
         D].
@@ -184,12 +186,12 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a scorer reads and protects.
+    """The inputs that a scorer reads, and the rows that it protects.
 
-    observe: how many of the prompt's last queries have their attention observed (ALL: every one).
+    observe: how many of the prompt's last queries are observed (ALL: every one).
     asks: the choice depends on the question.
-    sinks and window: how many first and last rows are protected; the smallest useful budget follows
-        from them.
+    sinks and window: how many first and last rows are protected; they determine the smallest useful
+        budget.
     causal: if False, an observed query also sees the rows after its own.
     queries_from: it reads the moments of the prompt's queries from this position on.
     second_pass: it scores with the queries of further texts (`Scorer.second_pass`) instead of the
@@ -198,11 +200,11 @@ class Evidence:
         their order has a meaning.
     each_query, lengths, predicted and sentences: it reads `attention` and the fields of these names
         of `PromptView`; with a second pass `lengths` of `RepeatView`.
-    whole_layers: how many first layers keep every row, above the budget.
-    copies, vectors, products and projects: what it needs of memory. copies: whether it reads `key`
+    whole_layers: how many first layers keep every row, in excess of the budget.
+    copies, vectors, products and projects: the memory that it needs. copies: whether it reads `key`
         ("k"), `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at
-        once; products: of as many numbers for each query head, made of them. projects: values are
-        multiplied by the whole output projection.
+        once; products: the same for blocks with as many numbers for each query head. projects:
+        values are multiplied by the whole output projection.
     """
 
     observe: int = 0
@@ -225,7 +227,7 @@ class Evidence:
 
 
 class Scorer(ABC):
-    """What a row is worth and which rows must stay: the first two of the four questions."""
+    """Decides what a row is worth and which rows must stay: the first two of the four questions."""
 
     axis = "scorer"
     differs: ClassVar[tuple[str, ...]] = ()
@@ -240,11 +242,12 @@ class Scorer(ABC):
         """float32 [H, N]: what each row is worth. Values where the view has no row are ignored."""
 
     def protected(self, view: PromptView) -> tuple[int, int]:
-        """How many first and last positions stay whatever their score: the sinks and the window."""
+        """How many first and last positions stay regardless of their score: the sinks and the
+        window."""
         return self.evidence.sinks, self.evidence.window
 
     def free(self, view: PromptView) -> Tensor:
-        """bool [H, N]: the other rows, which stay or leave by their score."""
+        """bool [H, N]: the other rows, whose score decides whether they stay."""
         return view.divide(*self.protected(view))[1]
 
     @property
@@ -263,7 +266,7 @@ class Scorer(ABC):
         """The further texts for a prompt of `ids`, if `evidence.second_pass`. Empty if `room` is
         too small for them.
 
-        Each is fed after the whole prompt, before any row leaves. Nothing of it is stored. The
+        Each is fed after the whole prompt, before any row leaves. Its own rows are not stored. The
         first `first` rows of the prompt need no score. A text has at most `room` tokens. The
         lengths of the texts must not depend on the ids.
         """
@@ -278,9 +281,9 @@ class Scorer(ABC):
 class StepPolicy(ABC):
     """A method that evicts while an answer is written, once a head is at its cap.
 
-    It is a rule in torch: `init` and `of_key` say with which columns a row starts, `update` adds a
-    step's attention to them, and `score` says what each row is worth. A kernel that computes all of
-    this faster is found by the policy's name (`Kernels.evict`).
+    It is a rule in torch: `init` and `of_key` make the initial columns of a row, `update` adds a
+    step's attention to them, and `score` says what each row is worth. If there is a faster kernel
+    for all of this, it is registered under the policy's name (`Kernels.evict`).
 
     evict_first: the victim leaves before attention, so the current query does not see it, and a
         head needs exactly cap rows. Otherwise the victim is chosen after attention.
@@ -290,8 +293,8 @@ class StepPolicy(ABC):
     block: a head evicts this many rows at once, when it is this many over its cap.
     observe: how many of a prompt's last queries the columns start from (0: none).
     prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
-    scratch: bytes of a row and head that `init` computes with, beside the columns.
-    differs: from paper and release.
+    scratch: bytes per row and head of the work space of `init`, without the columns.
+    differs: how it departs from paper and release.
     """
 
     name: str
@@ -312,8 +315,8 @@ class StepPolicy(ABC):
 
     @property
     def columns(self) -> Mapping[str, torch.dtype]:
-        """The policy's columns and their dtypes. The row of a new token starts with zeros, and
-        after its step with what `of_key` returns."""
+        """The policy's columns and their dtypes. The row of a new token starts with zeros; after
+        its step it has the values of `of_key`."""
         return {}
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
@@ -322,18 +325,18 @@ class StepPolicy(ABC):
         return {name: values[0] for name, values in found.items()}
 
     def of_key(self, layer: int, key: Tensor) -> dict[str, Tensor]:
-        """The columns [l, H, n] that depend on nothing but a row's key. key [l, H, n, D]: of the l
-        layers from `layer` on."""
+        """The columns [l, H, n] that depend only on a row's key. key [l, H, n, D]: of the l layers
+        from `layer` on."""
         return {}
 
     @property
     def has_key_columns(self) -> bool:
-        """Whether there is an `of_key`."""
+        """Whether the policy implements `of_key`."""
         return type(self).of_key is not StepPolicy.of_key
 
     def attention(self, logits: Tensor, lse: Tensor, live: Tensor) -> Tensor:
         """float32 [..., N]: the attention of a query to each row of a KV head, its G query heads
-        joined; `update` gets it. This base class takes the mean over G.
+        joined; the argument of `update`. This base class takes the mean over G.
 
         logits float32 [..., G, N]; lse [..., G]; live bool [..., N]: rows that the query sees. The
         logits of other rows may have any value.
@@ -351,8 +354,8 @@ class StepPolicy(ABC):
 
     @abstractmethod
     def score(self, view: StepView) -> Tensor:
-        """float32 [F, N]: what each row is worth. The lowest scores leave; infinity: not this row.
-        Values where `view.free` is False are ignored."""
+        """float32 [F, N]: what each row is worth. The rows with the lowest scores leave; infinity:
+        this row must stay. Values where `view.free` is False are ignored."""
 
     def worth(self, view: StepView) -> Tensor:
         """The scores, infinite for rows that may not leave."""
@@ -361,8 +364,8 @@ class StepPolicy(ABC):
     def free(
         self, pos: Tensor, position: int | Tensor, count: int | Tensor, *, readable: bool = False
     ) -> Tensor:
-        """bool [F, N]: rows that may leave, which are neither sinks nor recent. Where fewer than
-        `count` are left, all rows but the newest. The arguments are those of `StepView`."""
+        """bool [F, N]: rows that may leave: those that are neither sinks nor recent, or, if these
+        are fewer than `count`, all rows but the newest. The arguments are those of `StepView`."""
         found = (pos >= self.sinks) & (pos < position - self.recent)
         few = found.sum(1, keepdim=True) < count
         if readable and not bool(few.any()):

@@ -1,8 +1,8 @@
 """ChunkKV (arXiv 2502.00299, algorithm 1): whole chunks of neighbouring tokens stay or leave.
 
 A chunk's worth is the mean of its rows' SnapKV scores, summed over the KV heads. So all heads of a
-layer keep the same chunks. A chunk begins at every multiple of `chunk` positions. The last chunk,
-of which only a part fits, keeps its youngest rows, so the budget is used to the row.
+layer keep the same chunks. A chunk begins at every multiple of `chunk` positions. If the last chunk
+fits only in part, its youngest rows stay, so the budget is used to the row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ChunkKV(Scorer):
         "has the mean of the whole chunk",
         "kvpress pools scores before (`kernel`, `pooling`), counts the window's tokens in their "
         "chunk, and has chunks of 20 (`chunk`)",
-        "layers do not reuse the choice of the layer before, which is an option of the paper",
+        "layers do not reuse the choice of the previous layer, which is an option in the paper",
     )
 
 

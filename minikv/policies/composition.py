@@ -1,6 +1,6 @@
 """Makes a policy from its name: a method, or a method composed of parts (`h2o+ada+pyramid`).
 
-Importing this does not import torch, nor does refusing an unknown name; making a policy does.
+Neither importing this module nor refusing an unknown name imports torch; making a policy does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _AMONG_HEADS = {"heads", "select", "weigh"}
 
 
 def default_step(prompt: str) -> str:
-    """What `--decode auto` means with this prompt policy: the same method if it has a step form,
-    otherwise the default one, unless the method names another."""
+    """What `--decode auto` means with this prompt policy: the step policy that the method names, or
+    the same method if it has a step form, or the default one."""
     if prompt == "full":
         return "none"
     base = parse(prompt)[0]
@@ -100,7 +100,7 @@ def combine(name: str, words: Sequence[str]) -> Method:
             f"begin with one of {', '.join(scorers)}",
         )
     given = {part.axis: part for part in base.parts}
-    # One budget for all layers is a default of the base: another way to share it replaces it.
+    # The base's default may be one budget for all layers: another allocation replaces it.
     shared = {axis for axis, part in given.items() if part.name == "global"}
     added: dict[str, type[Any]] = {}
     for word, method in zip(words[1:], methods[1:], strict=True):
@@ -130,7 +130,7 @@ def combine(name: str, words: Sequence[str]) -> Method:
 
 
 def check(method: Method) -> None:
-    """Raise UsageError if the parts of a composed method cannot go together."""
+    """Raise UsageError if the parts of a composed method cannot be combined."""
     among = [part.name for part in method.parts if part.axis in _AMONG_HEADS]
     if among and any(part.name == "global" for part in method.parts):
         raise UsageError(
@@ -141,14 +141,14 @@ def check(method: Method) -> None:
 
 
 def _added(name: str, word: str, method: Method | None) -> list[type[Any]]:
-    """The parts that a later word of a composition adds: one, or those of a method beside its
+    """The parts that a later word of a composition adds: one part, or those of a method except its
     scorer. Raises UsageError."""
     others = registry.part_names()
     if word in others:
         return [registry.part(word)]
     given = [part for part in method.parts if part.axis != "scorer"] if method else []
     if not given:
-        what = "also says what a token is worth" if method and method.parts else "is no part"
+        what = "also says what a token is worth" if method and method.parts else "is not a part"
         raise UsageError(
             f"cannot compose {name!r}: {word!r} {what}",
             f"{guess(word, others, 3)}parts are: {', '.join(others)}",

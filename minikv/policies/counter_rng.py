@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def uniform(seed: int, *keys: Tensor | int) -> Tensor:
-    """float32 in (0, 1) for every entry of the broadcast int64 `keys`, of which at least one is a
+    """float32 in (0, 1) for every entry of the broadcast int64 `keys`. At least one of them is a
     tensor.
 
     A chain of splitmix64 rounds (Steele, Lea and Flood, OOPSLA 2014) over the seed and the keys.
@@ -32,8 +32,8 @@ def row_uniform(seed: int, layer: int, position: int, pos: Tensor) -> Tensor:
 
 
 def gumbel(drawn: Tensor) -> Tensor:
-    """Standard Gumbel numbers, float32, of numbers that are `uniform`. The top k of log p + gumbel
-    are a draw of k entries without replacement with probabilities p."""
+    """Standard Gumbel numbers, float32, from numbers of `uniform`. The top k of log p + gumbel are
+    a draw of k entries without replacement with probabilities p."""
     return -(-drawn.log()).log()
 
 

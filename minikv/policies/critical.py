@@ -1,9 +1,9 @@
 """CriticalKV (arXiv 2502.03805, algorithm 1): scores also count what a row adds to the output.
 
-A part of a head's rows (`by_score`, half by default) are those with the best scores. The others are
-chosen, by any selector, by the score times |v W_O|_1: the norm of the value after the output
-projection, mean over the group's query heads. Where scores do not add up (`Evidence.adds_up`, e.g.
-key norms), their ranks are used instead.
+A share of a head's rows (`by_score`, half by default) is chosen by score. The others are chosen, by
+any selector, by the score times |v W_O|_1: the norm of the value after the output projection, mean
+over the group's query heads. Where scores do not add up (`Evidence.adds_up`, e.g. key norms), their
+ranks are used instead.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from minikv.policies.parts import Candidates, Reweighter, Selector
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalKV(Reweighter):
     """by_score: the share of a head's rows that is chosen by score alone. The window's rows, which
-    are kept in any case, count in that share. epsilon: added to scores before they are
-    multiplied."""
+    always stay, count in that share. epsilon: added to scores before they are multiplied."""
 
     name = "critical"
     summary = "values weighed by |v W_O|"
@@ -45,8 +44,8 @@ class CriticalKV(Reweighter):
 
     differs = (
         "head budgets are those of the policy it is added to; kvpress has a variant of its own "
-        "with Ada-KV's, where the score alone picks a head's own share, also where that is more "
+        "with Ada-KV's, where the score alone picks a head's own share, even if that is more "
         "than `by_score` of its tokens",
-        "scores that are no attention, such as a key's norm, count by their rank; the paper has "
+        "scores other than attention, such as a key's norm, count by their rank; the paper has "
         "none of these",
     )

@@ -2,7 +2,7 @@
 
 The attention of each query of the window is pooled over neighbouring rows and scaled to the sum
 that it had before. A row's risk is the largest attention that any query of any query head of the
-group gives it, and at least the mean risk of its head. A row's score is its risk times the norm of
+group gives it, but at least the mean risk of its head. A row's score is its risk times the norm of
 its value after W_O.
 """
 
@@ -26,8 +26,8 @@ _QUERIES = 8  # at least this many queries are pooled at once
 class Defensive(Scorer):
     """Worst-case attention times the value's norm; the window's own rows all stay.
 
-    sure: the rows of each head that hold this share of its attention mass come before all others,
-    as in the release; at most as many as an even share of the budget has room for.
+    sure: the rows of each head that have this share of its attention mass come before all others,
+    as in the release; at most as many as an even share of the budget.
     """
 
     name = "defensive"
@@ -131,8 +131,8 @@ def over_heads(norms: Tensor, pos: Tensor, position: int) -> Tensor:
 
 
 def most_of(mass: Tensor, share: float, most: int) -> Tensor:
-    """bool [H, N]: each head's rows with the most attention, as long as their sum stays below
-    `share` of the head's; at most `most` rows."""
+    """bool [H, N]: each head's rows with the most attention, up to the share `share` of the head's
+    sum; at most `most` rows."""
     found, order = mass.sort(dim=1, descending=True, stable=True)
     reached = found.cumsum(1) >= share * found.sum(1, keepdim=True)
     place = torch.arange(mass.shape[1], device=mass.device)

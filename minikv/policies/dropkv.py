@@ -1,7 +1,7 @@
 """DropKV (openreview MqfNzH3TVH, and kvpress #285): how much the output changes if one row leaves.
 
 If a query gives row j the attention p, then without that row its output o changes by p / (1 - p) x
-(o - v_j), because the softmax is normalised anew. A row's worth is the squared norm of this change,
+(o - v_j), because the softmax is renormalised. A row's worth is the squared norm of this change,
 summed over the window's queries.
 """
 
@@ -56,7 +56,7 @@ class DropKV(Scorer):
         return pool(change, view.order, self.free(view), self.kernel, self.pooling)
 
     differs = (
-        "kvpress pools over the window's own tokens, too; here they count as 0",
+        "kvpress also pools over the window's own tokens; here they count as 0",
         "kvpress rounds probabilities to the model's number format; here they are float32",
     )
 
@@ -67,9 +67,9 @@ def output_changes(p: Tensor, value: Tensor, epsilon: float, numbers: int) -> Te
     p [h, G, W, N]: the attention of some heads. value float32 [h, N, D]. numbers: about how many
     numbers are computed at once.
 
-    Where a query gives one row nearly all of its attention, 1 - p and v - o are small differences
-    of large numbers, with large rounding errors. So for each query's largest p both are computed
-    from the attention to the other rows.
+    If a query gives one row nearly all of its attention, 1 - p and v - o are small differences of
+    large numbers, with large rounding errors. So for each query's largest p, both are computed from
+    the attention to the other rows.
     """
     heads, group, _, rows = p.shape
     found = p.new_empty((heads, group, rows))

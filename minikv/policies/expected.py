@@ -48,7 +48,7 @@ class ExpectedAttention(Scorer):
         assert view.queries is not None
         assert view.rotary is not None, "the network's rotary frequencies are not known"
         rotary = view.rotary.layers[view.layer]
-        key = self, id(rotary)  # the same for every layer that rotates alike
+        key = self, id(rotary)  # the same for all layers with the same rotation
         if key not in view.shared:
             end = view.position + self.future
             at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
@@ -66,7 +66,7 @@ class ExpectedAttention(Scorer):
         )
 
     differs = (
-        "the newest 10 tokens stay, too; kvpress protects only the first 4 (`recent`)",
+        "the newest 10 tokens stay too; kvpress protects only the first 4 (`recent`)",
         "epsilon=0, as the formula has it; published comparisons with kvpress use 0.01 and "
         "Ada-KV's budgets, which is ada-expected",
     )
@@ -81,13 +81,13 @@ def expected_attention(
     epsilon: float,
     most: int,
 ) -> Tensor:
-    """The attention that a normally distributed query is expected to give each row, the mean over
-    G: float32 [H, N].
+    """The expected attention of a normally distributed query to each row, mean over G: float32 [H,
+    N].
 
     key and value [H, N, D]; mean float32 [H, G, D] and covariance float32 [H, G, D, D] of the
     queries; None: 0. The softmax is over the rows that are free bool [H, N]; others get 0. value:
-    `epsilon` is added, and the sum multiplied by the length of the row's value. About `most`
-    numbers are computed at once.
+    if given, `epsilon` is added and the sum is multiplied by the norm of the row's value. About
+    `most` numbers are computed at once.
     """
     (heads, rows, size), group = key.shape, mean.shape[1]
 
@@ -109,7 +109,7 @@ def expected_attention(
 
 
 def average_rotation(inverse: Tensor, at: Tensor, scale: float | Tensor | None) -> Tensor:
-    """float32 [D, D]: what a query is multiplied by, its mean over the positions at float64 [T].
+    """float32 [D, D]: the matrix of rotation and scale, mean over the positions at float64 [T].
     inverse [D / 2]: the angles per position; scale: see `Rotation.query_scale`."""
     angle = at[:, None] * inverse.to(torch.float64)
     cos, sin = angle.cos(), angle.sin()
@@ -122,9 +122,9 @@ def average_rotation(inverse: Tensor, at: Tensor, scale: float | Tensor | None) 
 
 EXPECTED = Method(
     "expected",
-    "tokens that the queries to come are expected to look at, whatever is asked",
+    "tokens that future queries are expected to attend to, whatever is asked",
     parts=(ExpectedAttention,),
-    good="going on with a text",
+    good="continuing a text",
     paper="2510.00636",
     second="safe",
 )
@@ -135,7 +135,7 @@ ADA_EXPECTED = Method(
     "expected attention with the settings of the published scores: epsilon 0.01, and kvpress' head "
     "budgets",
     parts=(ExpectedAttention, adakv.AdaKV),
-    good="going on with a text",
+    good="continuing a text",
     paper="2510.00636",
     second="safe",
     preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},

@@ -16,7 +16,7 @@ FULL = Method(
 
 NONE = Method(
     "none",
-    "the answer's tokens are all kept until the next prompt (one-shot papers' setting)",
+    "all tokens of the answer stay until the next prompt (the setting of most papers)",
     good="answers of any length",
     paper="-",
     told="-",

@@ -3,9 +3,8 @@ stay.
 
 A row's worth is the sum of all attention that it got (mean over the query heads of its group), from
 all queries of the prompt. Half of a head's rows are the newest ones, as in the paper. At a later
-prompt, attention from before it counts only if the step policy has a `sum` column (h2o, or roco
-with `pool=1` and `lead=1`) and `average` is off. Otherwise only the later prompt's own queries
-count.
+prompt, earlier attention counts only if the step policy has a `sum` column (h2o, or roco with
+`pool=1` and `lead=1`) and `average` is off. Otherwise only the later prompt's own queries count.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def _recent_share() -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2OScorer(Scorer):
-    """Sums over all queries of the prompt, added to the row's sum from before it.
+    """The sum over all queries of the prompt, added to the row's earlier sum.
 
     The newest rows always stay: the share `recent_share` of each head's budget, or `window` rows if
     that is not 0. average: divide by the number of queries that could see the row.
@@ -64,7 +63,7 @@ class H2OScorer(Scorer):
         return self.sinks, self.window or min(int(view.budget * self.recent_share), room)
 
     differs = (
-        "a KV head is judged by the mean of its query heads; the release fails where there are "
+        "a KV head is judged by the mean of its query heads; the release fails if there are "
         "fewer KV heads",
         "follows the release's cache that evicts; the paper's figures come from one that only "
         "masks, with budgets that are shares of the prompt",
@@ -110,14 +109,14 @@ class H2O(StepPolicy):
         return (cap.to(torch.float64) * self.recent_share).to(torch.int64).clamp(min=1)
 
     differs = (
-        "beside another prompt policy its sums begin with the queries which that one reads, 32 at "
+        "after another prompt policy its sums begin with the queries which that one reads, 32 at "
         "least; the paper sums over all of the prompt",
     )
 
 
 METHOD = Method(
     "h2o",
-    "tokens with the most accumulated attention, and the newest; what tokens got before a later "
+    "tokens with the most accumulated attention, and the newest; attention from before a later "
     "prompt counts there only with --decode h2o",
     parts=(H2OScorer,),
     rule=H2O,

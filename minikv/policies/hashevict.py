@@ -2,7 +2,7 @@
 
 Similarity is measured with SimHash: a code is the signs of a random projection to `bits` numbers,
 which all heads of a layer share. The row whose code has the largest Hamming distance to the query's
-code leaves, and the new row takes its place. The distances to the G queries of a group are added.
+code leaves, and the new row overwrites it. The distances to the G queries of a group are added.
 The release compares with the new row's key instead (`hash_with=key`). Equal distances are frequent;
 then the oldest row leaves.
 """
@@ -81,22 +81,22 @@ class HashEvict(StepPolicy):
 
 def codes(x: Tensor, matrix: Tensor) -> Tensor:
     """int64 [...]: the signs of x [..., D] @ matrix [D, bits] as one number; zero is positive. The
-    matrix may have dimensions in front."""
+    matrix may have leading dimensions."""
     signs = (x.to(torch.float32) @ matrix >= 0).to(torch.int64)
     return (signs << torch.arange(matrix.shape[-1], device=x.device)).sum(-1)
 
 
 def distances(stored: Tensor, probes: Tensor, bits: int) -> Tensor:
-    """float32 [H, N]: the Hamming distances of the codes stored [H, N], of any integers, to the
-    probes int64 [H, P], added up. They are exact below 2^24. Codes of fewer than 64 bits are not
+    """float32 [H, N]: the sum of the Hamming distances of each of the codes stored [H, N], of any
+    integer dtype, to the probes int64 [H, P]. Exact below 2^24. Codes of fewer than 64 bits are not
     negative."""
     stored = stored.to(torch.int64)
     if probes.shape[1] <= bits:
         differ = probes[:, :, None] ^ stored[:, None]  # [H, P, N]
         return ones(differ).sum(1).to(torch.float32)
     each = torch.arange(bits, device=stored.device)
-    # A bit that is set adds the number of probes that have a 0 there, the others that of those with
-    # a 1.
+    # A bit that is set adds the number of probes with a 0 there, a clear bit the number of those
+    # with a 1.
     having = ((probes[..., None] >> each) & 1).sum(1)  # [H, bits]
     added = (probes.shape[1] - 2 * having).to(torch.float32)
     is_set = ((stored[..., None] >> each) & 1).to(torch.float32)  # [H, N, bits]

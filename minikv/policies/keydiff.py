@@ -56,8 +56,8 @@ class KeyDiff(Scorer):
 
     def _in_blocks(self, view: PromptView, some: slice, unit: Tensor) -> Tensor:
         """float32 [h, N]: scores of some heads' rows, chosen block by block. Rows that are kept
-        after the last block score above all that were dropped. unit [h, N, D]: the heads' keys of
-        length 1."""
+        after the last block score above all dropped rows. unit [h, N, D]: the heads' keys of length
+        1."""
         pos, live, keeps = view.pos[some], view.live[some], max(1, view.budget)
         heads = torch.arange(len(pos), device=pos.device)[:, None]
         order = pos.masked_fill(~live, view.position).argsort(dim=1, stable=True)

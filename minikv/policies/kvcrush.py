@@ -1,4 +1,4 @@
-"""KVCrush (arXiv 2503.00022, section 3): beside the important rows, representatives of the others.
+"""KVCrush (arXiv 2503.00022, section 3): the important rows, and representatives of the others.
 
 Every row has one bit per KV head, or per query head as in the paper: whether it is in the better
 half of that head's rows. The rows that a head would lose are sorted by the Hamming distance of
@@ -27,7 +27,7 @@ _LAST = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCrush(Selector):
-    """Gives the share `ratio` of each head's free budget to representatives."""
+    """Uses the share `ratio` of each head's free budget for representatives."""
 
     name = "kvcrush"
     summary = "representatives beside the best tokens"
@@ -51,8 +51,8 @@ class KVCrush(Selector):
     def check(self, scorer: Scorer) -> None:
         if self.bits == "query" and not scorer.evidence.observe:
             raise UsageError(
-                "kvcrush: bits=query needs a score of attention, which differs by query head",
-                "leave it at bits=kv",
+                "kvcrush: bits=query needs a score from attention, which differs by query head",
+                "use bits=kv, the default",
             )
 
     def select(self, rows: Candidates, counts: Tensor, most: int) -> Tensor:
@@ -71,8 +71,8 @@ class KVCrush(Selector):
     def _marks(self, rows: Candidates) -> Tensor:
         """bool [H, B, N]: whether each row has each bit of its head.
 
-        Most rows have none of the bits of all heads: half of a head's free rows have its bit, and
-        the heads together have at least as many positions as one head has rows.
+        Most rows have none of the bits: only half of a head's free rows have its bit, and the heads
+        together have at least as many positions as one head has rows.
         """
         half, most = rows.have // 2, rows.free.shape[1] // 2
         found = [each.best(half, most) for each in self._bits(rows)]
@@ -117,15 +117,15 @@ def anchor(kind: str, major: Tensor, seed: int, layer: int) -> Tensor:
 def crush_keys(
     marks: Tensor, goal: Tensor, pos: Tensor, free: Tensor, chosen: Tensor, position: int
 ) -> tuple[Tensor, Tensor]:
-    """The order of the candidates, which are free and not chosen: (key int64 [H, N], how many a
-    head has, int64 [H]).
+    """The order of the candidates, which are the free rows that are not chosen: (key int64 [H, N],
+    their number in each head, int64 [H]).
 
-    The key has the Hamming distance of a row's bits to the anchor above bit 40, and its position,
-    which is below `position`, below. Rows that are no candidates have the largest key.
+    The key has the Hamming distance of a row's bits to the anchor from bit 40 on, and the position,
+    which is less than `position`, in the lower bits. Other rows have the largest key.
 
     marks bool [H, B, N]: the rows that have each bit; pos int64, free and chosen bool [H, N]. Bits
-    belong to positions: rows of other heads at the same position add theirs. goal bool [H, B]: the
-    bits of the anchor.
+    belong to positions: rows of other heads at the same position add their bits. goal bool [H, B]:
+    the bits of the anchor.
     """
     place = (pos + 1).masked_fill(~free, 0)
     # Start from the distance of a row without bits; each bit that is set adds 1 or -1.
@@ -140,8 +140,8 @@ def crush_keys(
 def represent(
     chosen: Tensor, order: Tensor, left: Tensor, count: Tensor, how: str, most: int
 ) -> None:
-    """Add count[h] representatives of each head's candidates to chosen bool [H, N], in place; all
-    candidates if they are no more.
+    """Add count[h] representatives of each head's candidates to chosen bool [H, N], in place, or
+    all candidates if there are no more than that.
 
     order int64 [H, N]: the rows, candidates first. left int64 [H]: how many candidates there are.
     how: see `ranks`. No count exceeds `most`.
@@ -170,7 +170,7 @@ def ranks(rows: Tensor, count: Tensor, how: str, most: int) -> Tensor:
 
 METHOD = Method(
     "kvcrush",
-    "representatives of the tokens that go, beside SnapKV's choice; kvcrush(h2o) and the like take "
+    "SnapKV's tokens, and representatives of those that leave; kvcrush(h2o) and the like take "
     "another base",
     parts=(snapkv.SnapKV, KVCrush),
     good="a question, short answer",

@@ -1,16 +1,17 @@
-"""KVzip (arXiv 2505.23416, section 3; release snu-mllab/KVzip): rows that repeating the text needs.
+"""KVzip (arXiv 2505.23416, section 3; release snu-mllab/KVzip): rows that are needed to repeat the
+text stay.
 
 The network is asked to repeat what it has read, and is then fed the text itself as its answer, in
 chunks. A row's worth is the largest attention that any query of the repeat gives it, over all query
 heads of its KV head. The softmax is over the conversation's first rows, the chunk, and the repeat
 itself so far; the other rows of the text are left out.
 
-KVzip+ (arXiv 2601.07891, section 3; kvpress) multiplies this by |v W_O|, what the row can write to
-the residual stream, and divides it by |h|, the norm of the layer's input at the query.
+KVzip+ (arXiv 2601.07891, section 3; kvpress) multiplies this by |v W_O|, the most that the row can
+add to the residual stream, and divides it by |h|, the norm of the layer's input at the query.
 
-The scores do not depend on a question. So rows keep their scores in a column, and are not scored
-again. Later questions and answers have no score: the newest of these rows stay, and the others
-leave before all rows that were scored, the oldest first.
+The scores do not depend on a question. So a column stores them, and rows are not scored again.
+Later questions and answers have no score: the newest of these rows stay, and the others leave
+before all scored rows, the oldest first.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from minikv.policies.outputs import output_lengths
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 _COLUMN = "worth"
-_LEAST = 1e-30  # least score of a row that was scored; 0 means not scored
-_WHOLE = 10 * SURE  # score of a text that was not scored because it always has room
-_SAID = 100 * SURE  # score of the newest questions and answers, above every other
-_SHORTEST = 16  # least tokens of a chunk near the end of the context
+_LEAST = 1e-30  # smallest score of a scored row; 0 means not scored
+_WHOLE = 10 * SURE  # score of a text that is not scored because it always fits
+_SAID = 100 * SURE  # score of the newest questions and answers, above all others
+_SHORTEST = 16  # fewest tokens of a chunk near the end of the context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVzip(Scorer):
-    """chunk: tokens that are repeated at once. overlap: how many last tokens of the chunk before
+    """chunk: tokens that are repeated at once. overlap: how many last tokens of the previous chunk
     the request for a later chunk quotes. said: the share of the budget for the newest rows of
     questions and answers. plus: KVzip+."""
 
@@ -47,7 +48,7 @@ class KVzip(Scorer):
     sinks: int = options.sinks()
     chunk: int = option(2000, "tokens that are repeated at once", (16, 1 << 20))
     overlap: int = option(
-        8, "how many last tokens of the chunk before the request for a later chunk quotes", (0, 256)
+        8, "how many tokens of the previous chunk the request for a later chunk quotes", (0, 256)
     )
     said: float = option(
         0.25, "share of the budget for the newest questions and answers", (0.0, 0.9)
@@ -89,8 +90,8 @@ class KVzip(Scorer):
         return found.amax(1)
 
     def state(self, view: PromptView) -> dict[str, Tensor]:
-        """The column after the prompt. A text that was not scored because it always has room is
-        worth more than any that was scored."""
+        """The column after the prompt. A text that is not scored because it always fits is worth
+        more than any scored text."""
         return {_COLUMN: view.once((self, _COLUMN), lambda: self._worth(view))}
 
     def _worth(self, view: PromptView) -> Tensor:
@@ -120,9 +121,9 @@ class KVzip(Scorer):
         "the budget: the last question, and the newest of what was said (said), before the text; "
         "the rest leaves first",
         "a text that takes half the budget at most, with all before it, is not scored but kept",
-        "|h| is the length of the layer's input after its norm, as in kvpress; the paper writes of "
+        "|h| is the length of the layer's input after its norm, as in kvpress; the paper speaks of "
         "the hidden state",
-        "in a layer with a sliding window a repeat scores only what it still sees",
+        "in a layer with a sliding window a repeat scores only the tokens that it still sees",
         "the request is the release's for every model. The bundled one never learned to obey it, "
         "but attends to what it is fed again all the same",
     )

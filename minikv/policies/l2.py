@@ -21,7 +21,8 @@ def norms(key: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2Scorer(Scorer):
-    """The score is minus the norm. The first `skip` layers keep all rows, above the budget."""
+    """The score is minus the norm. The first `skip` layers keep all rows, in excess of the
+    budget."""
 
     name = "l2"
     summary = "small key norm"
@@ -45,14 +46,14 @@ class L2Scorer(Scorer):
         "the first 4 and the newest 10 tokens stay; kvpress and KVCache-Factory protect none "
         "(`sinks`, `recent`)",
         "norms are float32; in the model's precision many are equal",
-        "evicts in every layer; the release leaves the first two as they are (`skip`)",
+        "evicts in every layer; the release evicts nothing in the first two (`skip`)",
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class L2(StepPolicy):
     """The row with the largest norm leaves, before attention. With keys in int8, the norm of a row
-    that a step wrote is that of the key as it is stored, as a later prompt computes it, too."""
+    written by a step is that of the stored key, as for a later prompt."""
 
     sinks: int = options.sinks()
     recent: int = options.recent()

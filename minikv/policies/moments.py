@@ -1,4 +1,4 @@
-"""What is known of the queries of a prompt without keeping them."""
+"""Statistics of a prompt's queries, computed without storing them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from minikv.policies.selection import blocks
 
 
 class Rotary(Protocol):
-    """A layer's angle per position, in radians: inverse [D / 2]. Layers that rotate alike have the
-    same object."""
+    """A layer's angle per position, in radians: inverse [D / 2]. Layers with the same rotation
+    share one object."""
 
     inverse: Tensor
 
 
 class Rotation(Protocol):
-    """What a network does with queries and keys because of their positions."""
+    """How a network changes queries and keys according to their positions."""
 
     @property
     def layers(self) -> Sequence[Rotary]:
@@ -27,8 +27,8 @@ class Rotation(Protocol):
         ...
 
     def query_scale(self, start: Tensor, count: int) -> float | Tensor | None:
-        """What queries at positions `start` [count] are multiplied by beside the rotation: one
-        factor, or [count, 1]; None: 1."""
+        """The factor on `count` queries at positions `start` [count], in addition to the rotation:
+        one number, or [count, 1]; None: 1."""
         ...
 
 

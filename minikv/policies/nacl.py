@@ -1,8 +1,9 @@
-"""NaCl (arXiv 2408.03675, section 3): the rows that proxy queries attend to, and a random share.
+"""NaCl (arXiv 2408.03675, section 3): the rows that proxy queries attend to stay, and a random
+share.
 
-The last queries of the prompt are proxies for all queries. A part of the budget goes to the rows
-with the most attention from the proxies. The rest is drawn without replacement, differently in
-every layer and head, so that not all heads lose the same rows.
+The last queries of the prompt are proxies for all queries. A share of the budget is for the rows
+with the most attention from the proxies. The other rows are drawn without replacement, differently
+in every layer and head, so that not all heads lose the same rows.
 """
 
 from __future__ import annotations

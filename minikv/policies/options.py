@@ -1,5 +1,5 @@
-"""What the file of a policy declares: the fields of its classes that are options, and its `Method`.
-Also the only place where values of options are checked."""
+"""The declarations in the file of a policy: the options among the fields of its classes, and its
+`Method`. Option values are checked here and nowhere else."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def rounding() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """What --policy or --decode takes: a prompt policy made of `parts`, a step policy `rule`, or
+    """A value of --policy or --decode: a prompt policy made of `parts`, a step policy `rule`, or
     both; neither for one that evicts nothing.
 
-    parts: classes of `minikv.policies.parts` and scorers. Each says which question it answers
+    parts: classes of `minikv.policies.parts` and scorers. Each states which question it answers
     (`axis`), its `name`, a `summary`, and how it `differs` from paper and release; its fields are
     its options. told: what a row is worth; empty: the scorer's summary. spread: how the budget is
-    spread; empty: as the parts do it. preset: other defaults of the parts' options. decode: what
-    --decode auto means; empty: its own rule, or the default.
+    divided; empty: as the parts do it. preset: other defaults for the parts' options. decode: the
+    meaning of --decode auto; empty: its own rule, or the default.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Method:
     told: str = ""
     spread: str = ""
     state: str = "-"  # what is stored per row beyond k, v, position
-    second: str  # what a second question finds
+    second: str  # how a second question is answered
     preset: Mapping[str, Value] = field(default_factory=dict)
     decode: str = ""
 
@@ -130,7 +130,7 @@ class Method:
 
     @property
     def shape(self) -> str:
-        """How the budget is spread."""
+        """How the budget is divided."""
         names = {part.axis: part.name for part in self.parts}
         if self.spread or names.get("layers") == "global":
             return self.spread or "one for all layers and heads"
@@ -145,8 +145,8 @@ class Method:
         if self.rule is None:
             return ""
         if self.rule().evict_first:
-            return "as many tokens leave as a block brings, then it attends"
-        return "a block attends to what is left, then as many tokens leave"
+            return "before each block attends, as many tokens leave as it has"
+        return "after each block has attended, as many tokens leave as it has"
 
     @property
     def prompt_options(self) -> tuple[Option, ...]:
@@ -170,13 +170,13 @@ class Method:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """How it differs from paper and release, as prompt policy and as step policy. What a part
-        says of an option does not hold where this method has another default of it."""
+        """How it differs from paper and release, as prompt policy and as step policy, without the
+        parts' statements about options for which this method has another default."""
         lines = [line for part in self.parts for line in self._still_true(part)]
         return (*lines, *(self.rule.differs if self.rule else ()))
 
     def _still_true(self, part: type[Any]) -> list[str]:
-        """The part's lines that name no option whose default is another one here."""
+        """The part's lines that name no option with another default here."""
         own = {option.name: option.default for option in options_of(part)}
         other = [name for name, value in self.preset.items() if own.get(name, value) != value]
         named = re.compile(rf"`({'|'.join(other)})`|\b({'|'.join(other)})=")
@@ -189,7 +189,7 @@ class Method:
 def read_options(
     name: str, options: Sequence[Option], given: Mapping[str, object]
 ) -> dict[str, Value]:
-    """The values of all `options`: those of `given`, which are checked, else the defaults. Strings
+    """The values of all `options`: those of `given`, which are checked, or the defaults. Strings
     are parsed (`-o a=b`).
 
     Raises UsageError, which names the policy `name`, for an unknown option, or a value of the wrong
@@ -209,7 +209,7 @@ def read_options(
 
 
 def _read(option: Option, raw: object) -> tuple[Value, str]:
-    """The value that `raw` means; and what it must be instead, or empty."""
+    """The value that `raw` means, and "" or what it should have been."""
     kind, value = type(option.default), option.default
     try:
         if kind is int and isinstance(raw, (bool, float)):
@@ -232,7 +232,7 @@ _YES_OR_NO = dict.fromkeys(("true", "yes", "1"), True) | dict.fromkeys(("false",
 
 
 def _hint(option: Option) -> str:
-    """The hint for a wrong value: what may be given instead."""
+    """The hint for a wrong value: the allowed ones."""
     if isinstance(option.default, bool):
         return f"give true or false; the default is {str(option.default).lower()}"
     if option.low is None:

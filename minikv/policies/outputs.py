@@ -9,7 +9,7 @@ from minikv.policies.base import PromptView
 from minikv.policies.repeats import RepeatView
 from minikv.policies.selection import blocks
 
-_PROJECTED = 4096  # rows projected at once, those of all heads counted
+_PROJECTED = 4096  # rows projected at once, over all heads
 
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:

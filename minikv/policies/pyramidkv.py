@@ -4,9 +4,9 @@ The budget without the window falls linearly from the first layer to the last, w
 mean divided by `beta`. By default the numbers are rounded so that the layers sum to exactly L times
 the budget. `rounding=official` is the arithmetic of Ada-KV's release, which falls by a whole number
 of rows per layer and exceeds the total by up to (L - 1) / 2 rows a layer; `line=official` selects
-it for the layers alone. `line=factory` is that of KVCache-Factory, which is the same but gives all
-layers the same for prompts shorter than twice the budget. `line=kvpress` counts the window as part
-of the line.
+it for the layers alone. `line=factory` is as in KVCache-Factory: the same, but all layers get the
+same for prompts shorter than twice the budget. `line=kvpress` counts the window as part of the
+line.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class PyramidKV(LayerAllocator):
     differs = (
         "layers sum to the budget to the token; the releases' whole steps exceed it (`line`, "
         "`rounding`)",
-        "computed anew for every prompt; in Ada-KV's release the first prompt decides for all "
+        "computed for every prompt; in Ada-KV's release the first prompt decides for all "
         "later ones",
-        "short prompts follow the line, too; KVCache-Factory gives all layers the same below twice "
+        "short prompts follow the line too; KVCache-Factory gives all layers the same below twice "
         "the budget (line=factory)",
-        "the window is no part of the line; in kvpress it is (line=kvpress)",
+        "the window is not part of the line; in kvpress it is (line=kvpress)",
     )
 
 

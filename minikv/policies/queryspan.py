@@ -1,9 +1,9 @@
-"""QuerySpan (kvpress #292): rows that the question attends to, and the unpredictable text after
-them.
+"""QuerySpan (kvpress #292): rows that the question attends to stay, with the unpredictable text
+after them.
 
 A row's worth is the largest attention that a query of the window gives it, times the norm of its
-value after W_O, divided by the norm of the layer's input at the query. It is carried on (`Span`),
-less far where the text could be foreseen.
+value after W_O, divided by the norm of the layer's input at the query. `Span` passes this worth on
+to the text that follows, less far if that text was predictable.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class QuerySpan(Scorer):
         return largest.amax(1).masked_fill_(~view.live, 0.0)
 
     differs = (
-        "the release always gives out one budget over all layers (`+global`)",
+        "the release always has one budget for all layers (`+global`)",
         "the release protects no newest tokens (`recent`); without them small budgets lose the end "
         "of the question",
     )
@@ -72,7 +72,7 @@ GLOBAL_SPAN = Method(
 
 METHOD = Method(
     "queryspan",
-    "tokens that the question attends to, and the text after them that could not be foreseen "
+    "tokens that the question attends to, and the unpredictable text after them "
     "(kvpress' pull request 292); reads a prompt twice; made for queryspan+global",
     parts=(QuerySpan, Span),
     good="answers of many words",

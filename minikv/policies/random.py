@@ -1,7 +1,7 @@
 """Random eviction: the baseline that every method should beat.
 
-Draws are keyed by (seed, layer, head, tokens seen, position), so that layers and heads differ and a
-run can be repeated.
+Draws are keyed by (seed, layer, head, tokens seen, position), so that layers and heads differ and
+runs are reproducible.
 """
 
 from __future__ import annotations

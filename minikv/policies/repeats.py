@@ -16,7 +16,8 @@ from minikv.kernels.dispatch import Kernels
 class Wording:
     """The request that asks a network to repeat what it has read, as token ids. first: to repeat it
     from the beginning. later: to repeat the part that begins after certain tokens, which are put
-    after these ids. answer: what the chat template puts between a question and its answer."""
+    after these ids. answer: the tokens that the chat template puts between a question and its
+    answer."""
 
     first: tuple[int, ...] = ()
     later: tuple[int, ...] = ()

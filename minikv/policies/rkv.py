@@ -1,17 +1,18 @@
-"""R-KV (arXiv 2505.24133, section 3): rows stay that get attention and whose key is unlike others.
+"""R-KV (arXiv 2505.24133, section 3): rows stay if they get attention and their key is unlike
+others.
 
-For models that write long answers and repeat themselves. A head takes in `buffer` new rows, then
-evicts as many at once. A row's worth is `mix` times its attention minus (1 - `mix`) times its
-redundancy. Its attention is the mean over the last `window` queries, then the largest among
-`kernel` neighbouring rows. Its redundancy is a softmax over the head's rows of the mean cosine
-between its key and the other keys; a cosine does not count for a row that is the newest of all rows
-whose cosine to the other row is above `threshold`. The window's rows always stay.
+For models that write long answers and repeat themselves. A head adds `buffer` new rows, then evicts
+as many at once. A row's worth is `mix` times its attention minus (1 - `mix`) times its redundancy.
+Its attention is the mean over the last `window` queries, then the largest among `kernel`
+neighbouring rows. Its redundancy is a softmax over the head's rows of the mean cosine between its
+key and the other keys. Of all rows whose cosine to a given row is above `threshold`, that cosine
+does not count for the newest. The window's rows always stay.
 
-The release is `rkv/compression/r1_kv.py`; `softmax=past` and `group=max` do as it does. If no
-cosine to a row is above the threshold, all of them count.
+`softmax=past` and `group=max` are as in the release, `rkv/compression/r1_kv.py`. If no cosine to a
+row is above the threshold, all of them count.
 
 Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
-if they are more), however many rows a head holds.
+if these are more), however many rows a head holds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from minikv.policies.options import Method, option
 from minikv.policies.selection import order_of, pool
 
 BLOCK = 1 << 20
-"""How many cosines are held at once, at most."""
+"""The most cosines in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class RKV(StepPolicy):
     window: int = option(8, "last queries that score; their tokens always stay", (1, 256))
     buffer: int = option(
         128,
-        "how many tokens a head takes in before it evicts as many; at least the window",
+        "how many tokens a head adds before it evicts as many; at least the window",
         (1, 4096),
     )
     kernel: int = options.kernel()
@@ -123,7 +124,7 @@ class RKV(StepPolicy):
         "the max before the softmax (group=max)",
         "neighbours and the newest of similar keys are meant by position; in the release by slot, "
         "and its slots are shuffled by its own choice",
-        "a key that is like no other excuses none; in the release it excuses the first token",
+        "a key that is like no other spares no token; in the release it spares the first token",
         "prompts are left to the prompt policy, or to --stride; the release also applies its rule "
         "to a prompt over the budget",
         "pinned tokens are not compared",
@@ -174,8 +175,8 @@ def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
 
 METHOD = Method(
     "rkv",
-    "tokens stay that are looked at and whose key is unlike the others; a head grows by `buffer` "
-    "tokens over its budget, then gives up as many at once",
+    "tokens that get attention and whose key is unlike the others stay; a head grows by `buffer` "
+    "tokens over its budget, then evicts as many at once",
     rule=RKV,
     good="long answers",
     paper="2505.24133",

@@ -5,9 +5,9 @@ Per row: the sum of the attention it got (mean over the query heads of its group
 squares, and the number of queries that could see the row. Rows whose attention varies most do not
 leave. Of the others, the one with the lowest mean leaves, one per head and step.
 
-The paper does not say with which statistics an answer starts after a prompt policy. Here they are
+The paper does not say which statistics an answer starts with after a prompt policy. Here they are
 those of the prompt's last queries, with two changes. They are pooled over neighbouring rows
-(`pool`), because rows that a prompt policy kept for their neighbours' sake would otherwise leave
+(`pool`), because otherwise rows that a prompt policy kept because of their neighbours would leave
 first. And they count several times (`lead`), so that rows of the answer leave before those that the
 question chose. With `pool=1` and `lead=1`, the prompt's last queries count like the answer's.
 """
@@ -30,8 +30,8 @@ from minikv.policies.selection import pool
 class RoCo(StepPolicy):
     """scope: the share of a head's cap for the rows whose attention varies most; these stay.
     scope_prompt: the same while a prompt is read in blocks. pool: a prompt's row starts with the
-    largest means among so many neighbours by position (odd; 1: its own). lead: attention from
-    a prompt's query counts so many times as much as from an answer's."""
+    largest means among this many neighbours by position (odd; 1: its own). lead: attention from a
+    prompt's query counts this many times as much as from an answer's."""
 
     sinks: int = options.sinks()
     recent: int = options.recent(low=1)
@@ -126,7 +126,7 @@ class RoCo(StepPolicy):
         "statistics begin with the last 32 queries of the prompt; the release begins with the "
         "first token of the answer",
         "those of the prompt are pooled over neighbours and count 100 times: short answers then "
-        "show no loss beside --decode none, which exceeds the budget; pool=1 and lead=1 "
+        "show no loss compared to --decode none, which exceeds the budget; pool=1 and lead=1 "
         "count every query alike, as the paper does",
         "with --stride statistics begin with the first block; the release's begin with the first "
         "block over the budget (its keep_attention=False)",

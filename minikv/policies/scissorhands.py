@@ -1,9 +1,9 @@
-"""ScissorHands (arXiv 2305.17118, section 4): rows leave that most often get little attention.
+"""ScissorHands (arXiv 2305.17118, section 4): the rows that most often get little attention leave.
 
 Of the last `history` queries (400 by default), it counts those that gave a row less than 1 / (rows
 that the query saw). The row with the largest count, relative to the number of queries that could
 see it, leaves. Of a prompt only the last 32 queries count, because the attention of the others is
-not kept.
+not stored.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BITS = 62
 LAST = 32
 """Queries of a prompt that count, at most."""
 EVEN = 2.0**-13
-"""A probability counts as an even share if it is lower by at most this part of the share, because
-attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
+"""The relative tolerance: a probability slightly below an even share still counts as an even share,
+because attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ def after_prompt(
     observed: int,
     history: int,
 ) -> tuple[list[Tensor], Tensor]:
-    """New words and queries after a prompt, whose last `observed` queries (at most 32) come in.
+    """New words and queries after a prompt, with its last `observed` queries (at most 32).
 
     bits int64 [H, N]: the result of `below_uniform`. pos int64 [H, N]; end: the prompt's end. A row
     gets the bits of the queries from its own on.

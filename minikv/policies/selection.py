@@ -1,8 +1,9 @@
 """The arithmetic of choosing rows, as tensors: no value is read back from the device.
 
-A row is free if its score decides whether it stays. Counts are int64 [H]. Of equal scores, the
-younger row stays, then that of the first head. kernels/evict/plain.py finds the best rows and
-divides counts among heads. `tests/policies/oracle.py` makes the same choices in plain Python.
+A row is free if its score decides whether it stays. Counts are int64 [H]. Of rows with equal scores
+the younger stays, and of these the one in the first head. kernels/evict/plain.py finds the best
+rows and divides counts among heads. `tests/policies/oracle.py` makes the same choices in plain
+Python.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
 
 
 def in_blocks(heads: int, each: int, most: int, make: Callable[[slice], Tensor]) -> Tensor:
-    """What `make` returns for each slice of `blocks`, one after the other."""
+    """The results of `make` for the slices of `blocks`, concatenated."""
     found = [make(some) for some in blocks(heads, each, most)]
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -58,7 +59,7 @@ def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
 
 
 def exact(alpha: float) -> Fraction:
-    """The fraction that the decimal number denotes; with too many digits for 64-bit arithmetic, one
+    """The decimal number as a fraction; if it has too many digits for 64-bit arithmetic, a fraction
     less than 10^-7 away."""
     return Fraction(str(alpha)).limit_denominator(_FINEST)
 
@@ -76,14 +77,14 @@ def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> 
     """Pool each head's free rows with their neighbours by position.
 
     scores float32 [H, N] (or several of them, [..., H, N]), free [H, N] -> as scores. order int64
-    [H, B]: the first B rows by position; the others follow as they are. No row between two free
-    ones is not free. kernel: how many rows are pooled, odd. how: "max", or "avg", in which rows
-    beyond the free ones count as 0, as those of the window do in SnapKV's release (arXiv
+    [H, B]: the first B rows by position; the others follow in their order. The free rows are
+    contiguous in this order. kernel: how many rows are pooled, odd. how: "max", or "avg", in which
+    rows beyond the free ones count as 0, as those of the window do in SnapKV's release (arXiv
     2404.14469). Rows that are not free get -inf.
     """
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
-    # Neighbours are those in the text, but decode steps leave the rows in any order.
+    # Neighbours are meant in the text, but decode steps leave the rows in any order.
     line = scores.masked_fill(~free, -torch.inf if how == "max" else 0.0)
     early = order.shape[1]
     order = order.expand(*scores.shape[:-1], early)
@@ -105,7 +106,7 @@ def joined(mass: Tensor, how: str) -> Tensor:
 
 
 def stayed(mass: Tensor, keep: Tensor, pos: Tensor) -> Tensor:
-    """float32 [H]: the share of each head's attention mass that its kept rows have.
+    """float32 [H]: the share of each head's attention mass on its kept rows.
 
     mass float32 [H, G, N], keep bool and pos int64 [H, N], -1 for rows that do not count.
     """

@@ -1,8 +1,8 @@
 """SnapKV (arXiv 2404.14469, section 4): the rows that the last window of the prompt attends to.
 
 The attention of the last W queries is averaged over these queries and over the query heads of a
-group, then pooled over neighbouring rows. The best rows of each KV head stay, and the window
-itself. The mean over the group comes before pooling; the budget includes the window.
+group, then pooled over neighbouring rows. The best rows of each KV head and the window itself stay.
+The mean over the group is taken before pooling; the budget includes the window.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SnapKV(Scorer):
 
     differs = (
         "scores are computed in float32; SnapKV's release rounds them to the model's precision, "
-        "where most are equal to others",
+        "where many are equal",
         "a KV head keeps one set of tokens, by the mean of its query heads; in SnapKV's release "
         "each query head keeps its own, and keys are stored once per query head (`group`)",
         "a max over 7 neighbours, as in the published LongBench runs; the class in SnapKV's "

@@ -31,7 +31,7 @@ class StreamingScorer(Scorer):
         return view.pos.float()
 
     differs = (
-        "keys keep their positions; paper and release number them anew inside of the cache at "
+        "keys keep their positions; paper and release renumber them inside the cache at "
         "every step, which also extends the context",
     )
 

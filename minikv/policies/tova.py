@@ -20,9 +20,8 @@ from minikv.policies.options import Method, option
 def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     """Mean of `values` [F, N] over the heads of a layer that hold the same position.
 
-    pos int64 [F, N]: -1 where there is no row, else below `context`. The `heads` heads of a layer
-    are side by side. The mean is over the heads that hold a row of this position. Where pos is -1
-    the result has no meaning.
+    pos int64 [F, N]: -1 where there is no row, otherwise below `context`. The `heads` heads of a
+    layer are adjacent. Where pos is -1 the result is undefined.
     """
     at = pos.reshape(-1, heads * pos.shape[1]) + 1
     sums = torch.zeros((len(at), context + 1), dtype=torch.float64, device=values.device)
@@ -64,7 +63,7 @@ class TovaScorer(Scorer):
     differs = (
         "the newest token stays; the release lets it go if it attends to itself least "
         "(`protect_newest`)",
-        "where the heads of a layer hold different tokens, the mean is over those that hold a "
+        "if the heads of a layer hold different tokens, the mean is over those that hold a "
         "token; the release always evicts the same in all",
     )
 

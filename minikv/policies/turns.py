@@ -1,7 +1,7 @@
-"""Keeps the first and the last rows of every turn while there is room.
+"""Keeps the first and the last rows of every turn as long as possible.
 
-These rows have the question and the beginning of a document, and no scorer can know the next
-question.
+They contain the question and the beginning of a document, which a later question may need although
+no scorer can know.
 """
 
 from __future__ import annotations

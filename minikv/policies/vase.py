@@ -1,11 +1,11 @@
 """VaSE (arXiv 2606.03928; release terarachang/VaSE, `range_sink_sample_attn`): rows with large
-values stay, and of the others those that a draw favours.
+values stay, and a random draw of the others.
 
 For models that write long answers: without the few rows whose values are far larger than others, a
-model falls into loops, and a draw keeps rows of more kinds than the best scores do. A head takes in
-`buffer` new rows, then evicts as many at once. The newest `window` rows stay, and the rows whose
-values have the widest range (largest minus smallest number), a share `large` of the cap. Of the
-rest, rows are drawn without replacement in proportion to their attention from the latest queries,
+model starts to repeat itself; and a draw keeps more diverse rows than the best scores do. A head
+adds `buffer` new rows, then evicts as many at once. The newest `window` rows stay, and so do the
+rows whose values have the widest range (largest minus smallest number), a share `large` of the cap.
+The others are drawn without replacement in proportion to their attention from the latest queries,
 averaged over `kernel` neighbouring rows.
 """
 
@@ -27,14 +27,14 @@ _AT_ONCE = 1 << 20  # numbers of values that are read at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VaSE(StepPolicy):
-    """The column `fading` holds a row's attention, where a query counts the less the longer ago it
-    was: 1 - 1 / window times as much with each token."""
+    """The column `fading` is a decaying sum of a row's attention: with each token, earlier
+    attention is multiplied by 1 - 1 / window."""
 
     sinks: int = options.sinks()
     window: int = option(
         32, "newest tokens, always kept; about as many last queries score", (1, 4096)
     )
-    buffer: int = option(64, "how many tokens a head takes in before it evicts as many", (1, 4096))
+    buffer: int = option(64, "how many tokens a head adds before it evicts as many", (1, 4096))
     large: float = option(
         0.25, "share of the budget for the tokens whose values have the widest range", (0.0, 0.9)
     )
@@ -75,7 +75,7 @@ class VaSE(StepPolicy):
         layer, head = view.layer + each // view.heads, each % view.heads
         drawn = uniform(self.seed, layer, head, view.position, view.pos)
         luck = worth.clamp(min=1e-30).log() + gumbel(drawn)
-        # Sinks are among the rows that stay for their values, as in the release.
+        # Sinks count among the rows that stay because of their values, as in the release.
         wide = ranges(view).masked_fill(~past | (view.pos < self.sinks), -torch.inf)
         count = (view.cap.to(torch.float64) * self.large).to(torch.int64)[:, None] - self.sinks
         edge = wide.sort(1, descending=True).values.gather(
@@ -116,8 +116,8 @@ def ranges(view: StepView) -> Tensor:
 
 METHOD = Method(
     "vase",
-    "tokens stay whose values are large, and others by a draw in proportion to attention; a head "
-    "grows by `buffer` tokens over its budget, then gives up as many at once",
+    "tokens with large values stay, and others drawn in proportion to attention; a head "
+    "grows by `buffer` tokens over its budget, then evicts as many at once",
     rule=VaSE,
     good="long answers",
     paper="2606.03928",

@@ -25,7 +25,7 @@ def test_no_head_is_left_nothing(name: str) -> None:
     ("name", "options", "says"),
     [
         ("adakv", {"alloc": "floor", "rounding": "official"}, "rounding=official do not go"),
-        ("adakv", {"alloc": "floor", "normalize": True}, "normalize do not go together"),
+        ("adakv", {"alloc": "floor", "normalize": True}, "normalize cannot be combined"),
         ("l2+ada", {"normalize": True}, "normalize needs scores that add up"),
     ],
 )

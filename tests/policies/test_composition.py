@@ -72,10 +72,10 @@ def test_preset_names_are_rows_of_the_same_table() -> None:
         ("h2o+snapkv", "'snapkv' also says what a token is worth"),
         ("foo+ada", "'foo' does not say what a token is worth"),
         ("full+ada", "'full' does not say"),
-        ("h2o+adaa", "'adaa' is no part"),
+        ("h2o+adaa", "'adaa' is not a part"),
         ("nacl+kvcrush", "draw and kvcrush answer the same question"),
         ("kvcrush()", "unknown policy"),
-        ("h2o+", "'' is no part"),
+        ("h2o+", "'' is not a part"),
         ("+", "'' does not say"),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_measurement_holds_no_more_than_all() -> None:
         ("streaming", "keys keep their positions"),
         ("pyramidkv", "layers sum to the budget to the token"),
         ("adakv", "alpha=0.2, as in the authors' scripts"),
-        ("h2o", "beside another prompt policy its sums begin with"),
+        ("h2o", "after another prompt policy its sums begin with"),
         ("scissorhands", "one token leaves at every step; in the paper half of the cache"),
         ("hashevict", "the release compares the new key's (hash_with=key)"),
         ("rkv", "the release leaves them out (softmax=past)"),
