@@ -1,4 +1,4 @@
-"""Models: turns a name into a network, a tokenizer and a chat template.
+"""Turns a model's name into a network, a tokenizer and a chat template.
 
 Importing this does not import torch; `load` does.
 """
@@ -78,17 +78,17 @@ def load(
     - device: "auto" (CUDA if available), "cpu", "cuda" or "cuda:N".
     - dtype: "auto", "float32", "bfloat16" or "float16". "auto" is the storage dtype, except that
       float16 becomes float32 on a CPU, where float16 is no faster and overflows earlier. bfloat16
-      stays: a CPU that cannot multiply it reads prompts in float32, a block of the weights at a
-      time.
+      stays: a CPU that cannot multiply bfloat16 reads prompts in float32, converting a block of the
+      weights at a time.
     - weights: "auto": as stored; quantised matrices keep their form. "plain": not packed. "int8" or
-      "int4": the layers are packed, and the rest is bfloat16, which `dtype` "auto" then means.
-      "int8+head" or "int4+head": the lm_head is packed to int8, too.
-    - progress: gets the progress of a download and of reading the weights.
+      "int4": the layers are packed, and the rest is bfloat16, which is then the meaning of `dtype`
+      "auto". "int8+head" or "int4+head": the lm_head is packed to int8 too.
+    - progress: receives the progress of a download and of reading the weights.
     - packing: returns the kernels that pack to int8 and int4; None: torch.
-    - keep_packed: packed weights are kept on disk, so that later calls need not pack.
+    - keep_packed: store packed weights on disk, so that later calls need not pack.
 
-    Raises ModelError: a setting that this machine cannot use (exit code 2); not found, gated or
-    unsupported (3); too large (4); corrupt (6).
+    Raises ModelError: a setting that this machine cannot use (exit code 2); a model that is not
+    found, gated or unsupported (3), too large (4) or corrupt (6).
     """
     from minikv.models import rendering
 
@@ -168,7 +168,7 @@ def _refuse_unknown_ids(tokenizer: Tokenizer, template: ChatTemplate, rows: int)
     if largest >= rows:
         raise CorruptModel(
             f"the tokenizer has a token {largest:,}, and the model's embedding has {rows:,} rows",
-            "the two are not of the same model",
+            "the two do not belong to the same model",
         )
 
 

@@ -1,7 +1,7 @@
-"""The quantised matrices of a GGUF file: what their blocks of bytes mean.
+"""Decodes the blocks of bytes in a GGUF file's quantised matrices.
 
-Those of four bits in groups of 32 are taken as they are; others are kept in eight bits by row. On a
-CPU, `kernels/product/packing.c` computes the same.
+Matrices of four bits in groups of 32 keep their codes; others become eight bits with a scale per
+row. On a CPU, `kernels/product/packing.c` computes the same.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minikv.models.stored import Steps, Stored, apart
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A type of tensor: its name, its number, the weights of a block and its bytes, and the form
-    (`Stored`)."""
+    """A type of tensor: its name, its number in GGUF, the weights and bytes of a block, and the
+    form (`Stored`)."""
 
     name: str
     number: int
@@ -40,8 +40,8 @@ KINDS: Mapping[int, Kind] = {
     PLAIN: Kind("BF16", PLAIN, 1, 2, "plain"),
     **{n: Kind(_NAMES[n], n, *BLOCKS[n], "int4" if n in FOUR_BITS else "int8") for n in _NAMES},
 }
-"""The types that are read. Those that are int4 are four bits with a scale and an offset for 32
-columns; the others are read as they are and kept in eight bits by row."""
+"""The supported types. The int4 types have four bits with a scale and an offset for 32 columns; the
+others become eight bits with a scale per row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class Blocks(Stored):
 
     @classmethod
     def at(cls, name: str, path: Path, start: int, shape: tuple[int, ...], kind: Kind) -> Blocks:
-        """The matrix of this type at this place."""
+        """The matrix of this type at byte `start` of the file."""
         size = prod(shape) // kind.weights * kind.bytes
         group = 16 if kind.name == "Q6_K" else 32
         return cls(name, path, start, shape, size, kind.form, group, kind=kind)
 
     def blocks(self, start: int, end: int) -> Tensor:
-        """These rows as the file has them, uint8 [n, bytes]. Raises ModelError."""
+        """These rows' undecoded bytes, uint8 [n, bytes]. Raises ModelError."""
         first, last, order = self._span(start, end)
         return self._read(first, last)[order]
 
@@ -81,7 +81,7 @@ class Blocks(Stored):
         return codes, scale, least.add_(scale, alpha=8)
 
     def _decoded(self, start: int, end: int) -> Steps:
-        """Codes, as `Steps` has them, and scale and least [n, groups], float32: code * scale +
+        """Codes as in `Steps`, and scale and least value [n, groups], float32: code * scale +
         least."""
         codes, scale, least = _DECODERS[self.kind.name](
             self._read(start, end).view(end - start, -1, self.kind.bytes)
@@ -113,10 +113,10 @@ def _bits(data: Tensor, count: int, width: int = 1) -> Tensor:
 
 
 def _groups_of_32(blocks: Tensor, bits: int, offset: bool = False) -> Steps:
-    """Blocks of one group of four or five bits. offset: the file has one for each."""
+    """Blocks of one group of four or five bits. offset: whether each block has an offset."""
     scale, *least = _halves(blocks, 0, 1 + offset)
     codes = blocks[..., 4 if offset else 2 :]
-    if bits == 5:  # 32 upper bits, and then bytes of nibbles
+    if bits == 5:  # 32 upper bits, then bytes of nibbles
         upper = _bits(codes[..., :4], 8).transpose(-1, -2).flatten(-2)
         codes = _nibbles(codes[..., 4:]).flatten(-2) | upper << 4
     return codes, scale, least[0] if offset else scale * -(1 << (bits - 1))

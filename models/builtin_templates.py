@@ -1,14 +1,14 @@
 """Chat formats of known families, for model folders without a template.
 
-A family is recognised by its vocabulary: by the version of Mistral's tokenizer, if its file says
-it, by control tokens that only it has, or, where the turn markers are plain text, by the ids of
-these markers. Llama-2 and TinyLlama share one vocabulary, and Mistral-7B v0.1 and Zephyr another;
-there the folder's name decides. Two variables of the templates: `gap` is a space, or empty if the
-vocabulary itself puts a space before a text; `start` is the BOS token, or empty if the folder says
-that a text gets none.
+A family is recognised by its vocabulary: by the version of Mistral's tokenizer, if the file states
+it; by control tokens that no other family has; or, if the turn markers are plain text, by the ids
+of these markers. Llama-2 and TinyLlama share one vocabulary, and Mistral-7B v0.1 and Zephyr
+another; for these the folder's name decides. The templates have two variables: `gap` is a space, or
+empty if the vocabulary itself puts a space before a text; `start` is the BOS token, or empty if the
+folder says that a text gets none.
 
-In the plain-text formats (Llama-2, Mistral v1, Zephyr, TinyLlama) a marker that the user typed
-cannot be told from a genuine one, because both have the same ids.
+In the plain-text formats (Llama-2, Mistral v1, Zephyr, TinyLlama) the model cannot distinguish a
+marker that the user typed from a genuine one, because both have the same ids.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _VERSIONS = {
     **dict.fromkeys(("v2", "v3"), MISTRAL_V3),
     **dict.fromkeys(("v7", "v11", "v13"), MISTRAL_V7),
 }
-"""Versions of Mistral's tokenizer. Those in one row differ in tools only."""
+"""Versions of Mistral's tokenizer. Those in one row differ only in how they format tools."""
 
 # The ids of "[INST]" at the start of a text.
 _LLAMA_2_INST = [518, 25580, 29962]

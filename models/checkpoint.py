@@ -1,4 +1,4 @@
-"""A model folder's safetensors files: which tensors exist, and where their bytes are.
+"""Finds the tensors in a model folder's safetensors files, and where their bytes are.
 
 The header of each file is checked here before any data is read. Two layouts are supported: Hugging
 Face's, and Mistral's `consolidated` one, in which query and key rows are stored in rotary pairs.
@@ -53,12 +53,12 @@ _BITS = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 SMALL = frozenset(name for name, bits in _BITS.items() if bits <= 8 and name != "BOOL")
-"""dtypes that only quantised weights have."""
+"""dtypes of quantised weights only."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _COMPUTED = re.compile(
     r"(.+\.)?(rotary_(pos_)?emb\.\w+|rope\.freqs|freqs_(cis|cos|sin)|(cos|sin)_cached)"
 )
-"""Tables of the rotary embedding, which the network computes. Some programs store them."""
+"""Tables of the rotary embedding. Some programs store them; this network computes them."""
 
 
 _AnyStored = TypeVar("_AnyStored", bound=Stored)
@@ -66,7 +66,7 @@ _AnyStored = TypeVar("_AnyStored", bound=Stored)
 
 @dataclass(frozen=True, slots=True)
 class Entry(Stored):
-    """A tensor whose numbers are in the file. dtype: as safetensors names it."""
+    """A tensor with plain numbers in the file. dtype: its name in safetensors."""
 
     dtype: str = field(kw_only=True)
 
@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
-    """`read_header` for an open file, which is at its beginning."""
+    """`read_header` for an open file at its beginning."""
     size = os.fstat(file.fileno()).st_size
     first = read_exactly(file, min(size, 8) or 8, path)
     length = int.from_bytes(first, "little")
@@ -194,8 +194,8 @@ def read_into(
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a model folder, by their Hugging Face names, without those that a network
-    computes. It keeps no file open."""
+    """All tensors of a model folder, by their Hugging Face names, except those that the network
+    computes. Keeps no file open."""
 
     entries: Mapping[str, Stored]
     original: bool
@@ -205,8 +205,8 @@ class Checkpoint:
     def open(cls, folder: str | Path) -> Checkpoint:
         """Find and check the weight files of `folder`.
 
-        It takes shards before a single file, and that before Mistral's layout. Raises
-        CorruptModel, UnsupportedModel or ModelUnavailable.
+        Shards are preferred to a single file, and that to Mistral's layout. Raises CorruptModel,
+        UnsupportedModel or ModelUnavailable.
         """
         folder = Path(folder)
         try:
@@ -230,8 +230,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The storage dtype of the largest part of the weights, in bytes; bfloat16 beside matrices
-        that are quantised. Raises UnsupportedModel if no dtype is supported."""
+        """The storage dtype of most of the weights, by bytes; bfloat16 if some matrices are
+        quantised. Raises UnsupportedModel if no dtype is supported."""
         sizes: dict[torch.dtype, int] = {}
         for entry in self.entries.values():
             if not isinstance(entry, Entry):
@@ -250,7 +250,7 @@ _OTHER_PART = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 def _text_name(name: str) -> str:
-    """Of a model that wraps a text model, the name that a tensor of that one has alone."""
+    """The name of a text model's tensor without the prefix of the model that wraps it."""
     if _OTHER_PART.match(name):
         return ""
     return _WRAPPED.sub(lambda match: match[1] or "model.", name, count=1)
@@ -259,7 +259,7 @@ def _text_name(name: str) -> str:
 def renamed(
     entries: Mapping[str, _AnyStored], rename: Callable[[str], str]
 ) -> dict[str, _AnyStored]:
-    """The tensors under other names, "" leaves one out. Raises CorruptModel."""
+    """The tensors under other names; "" leaves one out. Raises CorruptModel."""
     made: dict[str, _AnyStored] = {}
     for name, entry in entries.items():
         new = rename(name)
@@ -270,11 +270,11 @@ def renamed(
     return made
 
 
-_OTHER_BUILD = "the index and the files are not of the same build: download them again"
+_OTHER_BUILD = "the index and the files do not belong together: download them again"
 
 
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
-    """The tensors of all shards, which must be exactly those that the index lists."""
+    """The tensors of all shards, which must be exactly those in the index."""
     mapping = {n: file for n, file in weight_map(index).items() if not _COMPUTED.fullmatch(n)}
     refuse_missing(index, mapping.values())
     entries = _together(read_header(folder / name) for name in sorted(set(mapping.values())))
@@ -293,7 +293,7 @@ def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
 
 
 def _together(headers: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
-    """The tensors of all files, without those that a network computes."""
+    """The tensors of all files, except those that the network computes."""
     entries: dict[str, Entry] = {}
     for header in headers:
         for name, entry in header.items():
@@ -327,7 +327,7 @@ _ORIGINAL_LAYER = {
 
 
 def _own_name(name: str) -> str:
-    """Hugging Face's name for one of Mistral's layout. An unknown name stays; `load_network`
+    """Hugging Face's name for a tensor of Mistral's layout. An unknown name stays; `load_network`
     refuses it later."""
     match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
     if match and match[2] in _ORIGINAL_LAYER:

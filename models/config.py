@@ -1,8 +1,8 @@
 """A model's configuration, read from its files and checked before anything is allocated.
 
 This is deliberately stricter than transformers: a key that could be misread silently (rotary
-scaling, window, head size) is an error. A value that makes no sense raises CorruptModel. A setting
-that this network does not implement raises UnsupportedModel.
+scaling, window, head size) is an error. An impossible value raises CorruptModel. A setting that
+this network does not implement raises UnsupportedModel.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from minikv.models.rope import RopeConfig
 MAX_LAYERS, MAX_HIDDEN, MAX_VOCAB = 512, 65_536, 2**20
 MAX_HEADS, MAX_HEAD_DIM, MAX_MLP, MAX_POSITIONS = 1024, 1024, 2**20, 2**26
 MAX_TOP_K = 2**31
-_LENGTH = "original_max_position_embeddings"  # a key in three places
+_LENGTH = "original_max_position_embeddings"  # a key that may be in three places
 
 
 @dataclass(frozen=True, slots=True)
 class OwnSampling:
-    """How the model's makers draw its tokens. temperature 0: they take the likeliest. why: why
-    nothing else is known, for the user; "" if they draw."""
+    """The sampling that the model's makers recommend. temperature 0: the likeliest token. why: a
+    reason for 0, for the user; "" if they recommend sampling."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -43,11 +43,10 @@ class OwnSampling:
 
 @dataclass(frozen=True, slots=True)
 class OwnForm:
-    """In which form the files have some of the matrices, so that it is kept.
+    """The form of some matrices in the files, which is kept.
 
-    matrix: one of those that `ModelConfig.matrices` names, "head" or "embedding". form: "int8" or
-    "int4". group: how many columns share a scale; 0: a whole row. count: in how many layers it is
-    so.
+    matrix: a name in `ModelConfig.matrices`, "head" or "embedding". form: "int8" or "int4". group:
+    how many columns share a scale; 0: a whole row. count: the number of layers with this form.
     """
 
     matrix: str
@@ -58,11 +57,12 @@ class OwnForm:
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """What config.json says about quantised weights.
+    """The settings of quantised weights in config.json.
 
-    method: its name there. kind: of the numbers, as "int4". group: how many columns share a scale;
-    block: rows and columns that do; None: the file does not say, or says several. zero: is added to
-    each zero point of the file. activations: whether activations are to be quantised, too.
+    method: its name there. kind: that of the numbers, such as "int4". group: how many columns share
+    a scale; block: how many rows and columns; None: the file states none or several. zero: is added
+    to each zero point of the file. activations: whether the file asks for quantised activations
+    too.
     """
 
     method: str
@@ -74,12 +74,12 @@ class Quantisation:
 
     @property
     def name(self) -> str:
-        """For the user, as "int4 (AWQ)"."""
+        """A name for the user, such as "int4 (AWQ)"."""
         short = self.method.upper() if self.method in ("awq", "gptq", "fp8") else self.method
         return f"{self.kind} ({short})"
 
     def stored(self, layers: int) -> tuple[OwnForm, ...]:
-        """What the matrices of the layers are expected to be, before the files are read."""
+        """The expected forms of the layers' matrices, before the files are read."""
         eight = self.kind == "int8" and self.method != "gptq" and self.group is None
         if not eight and not (self.kind == "int4" and (self.group or 32) % 32 == 0):
             return ()
@@ -100,17 +100,17 @@ class ModelConfig:
     hidden: int
     mlp: int
     vocab: int
-    """Rows of the embedding. There may be more than the tokenizer has entries."""
+    """Rows of the embedding. There may be more than entries in the tokenizer."""
     norm_eps: float
     rope: RopeConfig
-    """Of every layer, unless `layer_ropes` has one for each."""
+    """The rotary settings of all layers, unless `layer_ropes` has one for each."""
     max_context: int
-    """How many positions a conversation may have."""
+    """The most positions of a conversation."""
     windows: tuple[int | None, ...]
     """Per layer: a key is visible iff 0 <= query position - key position < window; None: all."""
     tied: bool | None = False
-    """Whether lm_head is the embedding, according to the file; None: if there is no lm_head. The
-    loader decides by the tensors; `Llama.config` has the result."""
+    """Whether lm_head is the embedding, according to the file; None: only if there is no lm_head.
+    The loader decides by the tensors; `Llama.config` has the result."""
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -118,24 +118,24 @@ class ModelConfig:
     qk_norm: str = ""
     """RMSNorm of queries and keys before rotation: "head": of each head; "all": of all together."""
     norm_after: bool = False
-    """Attention and MLP take x itself, and what they return is normed before it is added."""
+    """Attention and MLP take x itself, and their outputs are normed before they are added to x."""
     fused: bool = False
-    """Whether the file has q, k, v as one matrix, and gate, up."""
+    """Whether the file has q, k, v as one matrix, and gate, up as another."""
     query_scale: float = 1.0
-    """Multiplies queries, beside 1 / sqrt(D) and what `RopeConfig.query_beta` says."""
+    """A factor on queries, in addition to 1 / sqrt(D) and `RopeConfig.query_beta`."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Multiplies what attention and MLP add to x."""
+    """A factor on the outputs of attention and MLP."""
     logits_scale: float = 1.0
-    """Logits are divided by it."""
+    """A divisor of the logits."""
     stop_ids: tuple[int, ...] = ()
     """End-of-text ids of config.json and generation_config.json, ascending."""
     own: OwnSampling = OwnSampling()
-    """What generation_config.json says about sampling."""
+    """The sampling settings of generation_config.json."""
     form: str = ""
-    """What the files' own form is called, for the user ("Q4_K_M"); "": they are not quantised."""
+    """The name of the files' own form, for the user ("Q4_K_M"); "": they are not quantised."""
     stored: tuple[OwnForm, ...] = ()
-    """The matrices that the files have in eight or four bits; the others are plain."""
+    """The matrices with eight or four bits in the files; the others are plain."""
     quantisation: Quantisation | None = None
     """How the weights in the files are quantised; None: they are not."""
     notes: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class ModelConfig:
 
     @property
     def qk_sizes(self) -> tuple[int, int]:
-        """How many weights the norms of queries and of keys have in a layer."""
+        """The number of weights of a layer's query norm and key norm."""
         heads = {"": (0, 0), "head": (1, 1), "all": (self.heads, self.kv_heads)}[self.qk_norm]
         return heads[0] * self.head_dim, heads[1] * self.head_dim
 
@@ -193,7 +193,7 @@ class ModelConfig:
 
 class _Reader:
     """Typed access to one JSON object by the keys of config.json. Every error names the file and
-    the key. names: what the file calls a key, if it has another name for it."""
+    the key. names: the file's own names of keys, if they differ."""
 
     def __init__(
         self, raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
@@ -203,7 +203,7 @@ class _Reader:
         self.raw = {keys.get(own, own): value for own, value in raw.items()}
 
     def name(self, key: str) -> str:
-        """What the file calls this key."""
+        """The file's name of this key."""
         return self._names.get(key, key)
 
     def bad(self, key: str, wants: str) -> CorruptModel:
@@ -259,12 +259,13 @@ class _Family:
     transformers.
 
     kv_heads: None: as many as heads. head_dim: None: hidden / heads. windows: which layers have
-    one; "": none; "all"; "types": those that layer_types says, by default all but each
+    one; "": none; "all"; "types": according to layer_types, by default all but each
     `full_every`-th; "switch": only with use_sliding_window, by default from layer max_window_layers
-    on. window: if sliding_window is absent (null means off). biases: which of attention_bias and
-    mlp_bias it reads. norm_eps: None: the file must say it. ropes: the rotary types that it has;
-    (): all. rope_keys: further keys of the rotary settings. net: fields of `ModelConfig`. reads:
-    adds what only this family has. wraps: the families of its text_config, which alone is loaded.
+    on. window: the value if sliding_window is absent (null means off). biases: which of
+    attention_bias and mlp_bias it reads. norm_eps: None: the file must state it. ropes: the
+    possible rotary types; (): all. rope_keys: further keys of the rotary settings. net: fields of
+    `ModelConfig`. reads: reads the settings that only this family has. wraps: the families of its
+    text_config; only that part is loaded.
     """
 
     architecture: str
@@ -289,8 +290,7 @@ class _Family:
 def from_keys(
     raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
-    """The configuration that the keys of a config.json say. where: the file. names: see
-    `_Reader`."""
+    """The configuration in the keys of a config.json. where: the file. names: see `_Reader`."""
     read = _Reader(raw, where, names)
     name = _family_name(read)
     family = FAMILIES[name]
@@ -300,7 +300,7 @@ def from_keys(
     inside = _family_name(inner, family.wraps, f", the text part of {quote(name)}")
     note = f"only the text part of this {name} model is loaded: it sees no images"
     config = _read(inner, inside, FAMILIES[inside], note)
-    # transformers does not ask the text part
+    # transformers does not read it from the text part
     return config if read.given("tie_word_embeddings") else replace(config, tied=None)
 
 
@@ -312,7 +312,7 @@ def _read(read: _Reader, name: str, family: _Family, *notes: str) -> ModelConfig
     heads = read.integer("num_attention_heads", 1, MAX_HEADS)
     kv_heads = read.integer("num_key_value_heads", 1, MAX_HEADS, family.kv_heads or heads)
     if read.raw.get("num_key_value_heads", 0) is None:
-        kv_heads = heads  # null is not absent: in transformers it means as many as heads
+        kv_heads = heads  # unlike an absent key, null means in transformers: as many as heads
     hidden = read.integer("hidden_size", 1, MAX_HIDDEN)
     layers = read.integer("num_hidden_layers", 1, MAX_LAYERS)
     if not read.given("head_dim") and family.head_dim is None and hidden % heads:
@@ -336,7 +336,7 @@ def _read(read: _Reader, name: str, family: _Family, *notes: str) -> ModelConfig
     if plain is not None and plain < max_context:
         said.append(
             f"dual_chunk_attention_config: limited to {plain:,} of {max_context:,} positions; "
-            "beyond them, the model needs an attention that minikv does not have"
+            "beyond them, the model needs a kind of attention that minikv does not have"
         )
         max_context = plain
     if rope.kind == "dynamic":
@@ -353,9 +353,9 @@ def _read(read: _Reader, name: str, family: _Family, *notes: str) -> ModelConfig
     if quantisation is not None:
         stored = quantisation.stored(layers)
         if quantisation.activations:
-            said.append("config.json quantises activations, too; minikv does not")
+            said.append("config.json also quantises activations; minikv does not")
         if not stored:
-            kept = "kept are int4 in groups of 32, and int8 by row"
+            kept = "only int4 in groups of 32 and int8 by row are kept"
             said.append(f"{quantisation.name} is unpacked: {kept}")
     config = ModelConfig(
         family=name,
@@ -388,7 +388,7 @@ _WRAPPED = (
     *("quantization_config", "compression_config"),
     *("tie_word_embeddings", "eos_token_id", "auto_map"),
 )
-"""What the configuration of a wrapper says about its text part, too."""
+"""Keys of a wrapper's configuration that also apply to its text part."""
 
 
 def _text_part(read: _Reader) -> dict[str, Any]:
@@ -401,8 +401,8 @@ def _text_part(read: _Reader) -> dict[str, Any]:
 
 
 def _family_name(read: _Reader, among: Iterable[str] = (), role: str = "") -> str:
-    """The name of the family. among: the families that are possible here; (): all. role: what the
-    message adds to the name."""
+    """The name of the family. among: the families that are possible here; (): all. role: a text
+    that the message adds to the name."""
     name = read.raw.get("model_type")
     architectures = read.raw.get("architectures") or []
     if not isinstance(architectures, list) or not all(isinstance(a, str) for a in architectures):
@@ -425,8 +425,7 @@ def _family_name(read: _Reader, among: Iterable[str] = (), role: str = "") -> st
 
 
 def _refuse_foreign(read: _Reader, family: _Family) -> None:
-    """Raise UnsupportedModel for settings under which the model computes something that this
-    network does not."""
+    """Raise UnsupportedModel for settings that this network does not implement."""
     raw = read.raw
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
@@ -435,11 +434,11 @@ def _refuse_foreign(read: _Reader, family: _Family) -> None:
         raise UnsupportedModel(f"{read.where}: partial_rotary_factor other than 1 is not supported")
     if read.flag("rope_interleaved"):
         raise UnsupportedModel(f"{read.where}: rope_interleaved is not supported")
-    # Code of the same name is a copy of what transformers has by now.
+    # Code for the same class name is a copy of an implementation that transformers has now.
     code = read.table("auto_map").get("AutoModelForCausalLM")
     if code is not None and str(code).split(".")[-1] != family.architecture:
         raise UnsupportedModel(
-            f"{read.where}: auto_map replaces the network by code of its own, which is never run"
+            f"{read.where}: auto_map replaces the network with other code, which is never run"
         )
     for key in ("num_local_experts", "num_experts", "vision_config", "text_config"):
         if read.given(key):
@@ -447,9 +446,9 @@ def _refuse_foreign(read: _Reader, family: _Family) -> None:
 
 
 def _plain_attention(read: _Reader) -> int | None:
-    """The positions within which dual chunk attention (arXiv 2402.17463) is plain attention; None
-    if the model has no such attention. Up to the size of a chunk, its distances are the true
-    ones."""
+    """The number of positions up to which dual chunk attention (arXiv 2402.17463) equals plain
+    attention; None if the model has no such attention. Up to the size of a chunk, its distances are
+    the true ones."""
     key = "dual_chunk_attention_config"
     if not read.given(key) or not (table := read.table(key)):
         return None
@@ -459,7 +458,7 @@ def _plain_attention(read: _Reader) -> int | None:
 
 
 def quantised(method: str) -> UnsupportedModel:
-    """The error for a repository that is quantised in this way."""
+    """The error for a repository that is quantised with this method."""
     return UnsupportedModel(
         f"quantised with {quote(method)[1:-1]}: not supported",
         "minikv reads AWQ (gemm), GPTQ, compressed-tensors (int4, int8, float8), fp8 and "
@@ -596,7 +595,7 @@ _ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 _ROPE_NUMBERS: Mapping[str, tuple[float, float, float | None]] = {
-    # the least and the largest value, and the default; None: the file must say it
+    # the smallest and the largest value, and the default; None: the file must state it
     "factor": (1.0, 1e6, None),
     "low_freq_factor": (1e-3, 1e6, None),
     "high_freq_factor": (1e-3, 1e6, None),
@@ -653,8 +652,8 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 def _full_layers(read: _Reader) -> _Reader:
-    """Of rotary settings by kind of layer, those of the layers without a window. Those with one
-    must have the same base, and no scaling."""
+    """The rotary settings for the layers without a window, if the file has them by kind of layer.
+    Those for layers with a window must have the same base and no scaling."""
     full, sliding = (_Reader(read.table(key), f"{read.where}: {key}") for key in (_FULL, _SLIDING))
     theta = full.raw.get("rope_theta")
     kinds = (sliding.raw.get(key) for key in ("rope_type", "type"))
@@ -671,7 +670,7 @@ def _scaling(inner: _Reader, read: _Reader, family: _Family, max_context: int) -
     table = {key: value for key, value in inner.raw.items() if value is not None}
     names = [table.pop(key) for key in ("rope_type", "type") if key in table]
     beta = _BETA in family.rope_keys
-    # The base and the context are read elsewhere, the other one says nothing.
+    # Base and context are read elsewhere; the third key has no effect.
     for key in ("rope_theta", "finetuned", *(("max_position_embeddings",) if beta else ())):
         table.pop(key, None)
     if any(isinstance(value, dict) for value in table.values()):
@@ -744,7 +743,8 @@ def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _own_sampling(read: _Reader) -> OwnSampling:
-    """A value that is missing or null is that of transformers. If one cannot be used, none is."""
+    """A missing value or null means the default of transformers. If one value is unusable, none is
+    used."""
     try:
         if not read.flag("do_sample"):
             return OwnSampling(why=f"{read.where} does not ask for sampling")
@@ -785,13 +785,13 @@ def _smollm3(read: _Reader, config: ModelConfig) -> ModelConfig:
         raise read.bad(key, "a list of 0 and 1")
     windows = read.flag("use_sliding_window") and read.given("sliding_window")
     if windows and not read.given("layer_types"):
-        raise UnsupportedModel(f"{read.where}: use_sliding_window needs layer_types beside it")
+        raise UnsupportedModel(f"{read.where}: use_sliding_window needs layer_types")
     ropes = (config.rope if turns else RopeConfig(kind="none") for turns in rotated[:layers])
     return replace(config, layer_ropes=tuple(ropes))
 
 
 def _olmo3(read: _Reader, config: ModelConfig) -> ModelConfig:
-    """The scaling of positions is only for layers without a window."""
+    """Rotary scaling applies only to layers without a window."""
     plain = RopeConfig(config.rope.theta)
     ropes = (config.rope if window is None else plain for window in config.windows)
     return replace(config, layer_ropes=tuple(ropes))
@@ -799,7 +799,7 @@ def _olmo3(read: _Reader, config: ModelConfig) -> ModelConfig:
 
 _BOTH = ("attention_bias", "mlp_bias")
 _OLMO = {"qk_norm": "all", "norm_after": True}
-# transformers' own mistral class ignores layer_types; a pattern there is ambiguous.
+# transformers' own mistral class ignores layer_types, so a pattern there is ambiguous.
 FAMILIES: Mapping[str, _Family] = {
     "llama": _Family("LlamaForCausalLM", 2048, biases=_BOTH),
     "mistral": _Family("MistralForCausalLM", 131_072, kv_heads=8, windows="all", window=4096),
@@ -909,7 +909,7 @@ def _from_params(raw: Mapping[str, Any]) -> ModelConfig:
     if read.flag("use_biases") or not read.flag("causal", True):
         raise UnsupportedModel("params.json: use_biases and causal=false are not supported")
     windows = _params_windows(read, read.integer("num_hidden_layers", 1, MAX_LAYERS))
-    # Mistral v0.1 is the only release with a window and no rope_theta: it has the usual 1e4.
+    # Mistral v0.1 is the only release with a window and no rope_theta: it uses the usual 1e4.
     if not read.given("rope_theta") and not any(windows):
         raise CorruptModel(
             "params.json: rope_theta is missing", "add it, or use the config.json form"
@@ -927,5 +927,5 @@ def _params_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
             raise read.bad("sliding_window", "a whole number, null, or a list of these")
     if not pattern or layers % len(pattern):
         raise CorruptModel("params.json: sliding_window does not divide the layers")
-    read.raw.pop("sliding_window", None)  # config.json says windows otherwise
+    read.raw.pop("sliding_window", None)  # config.json states windows differently
     return tuple(pattern[layer % len(pattern)] for layer in range(layers))

@@ -1,4 +1,4 @@
-"""Why a model could not be used. `exit_code` as documented in the README."""
+"""Errors that say why a model cannot be used. The guide documents each `exit_code`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnusableSetting(ModelError):
 def quote(value: object, limit: int = 80) -> str:
     """A value from a file or a user, safe to show: escaped ASCII of at most `limit` characters.
 
-    A text that is too long is cut in the middle, because the end of a path says most.
+    A text that is too long is cut in the middle, because the end of a path is the most informative.
     """
     try:
         text = ascii(value)

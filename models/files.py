@@ -1,4 +1,4 @@
-"""The files of a model's folder: which of them are read, and how they are read safely."""
+"""Chooses which files of a model's folder are read, and reads them safely."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ JSON_LIMITS = {
     "tokenizer_config.json": 8 << 20,
     "added_tokens.json": 8 << 20,
 }
-"""The largest JSON files that are read, in bytes; 1 MiB for any other. Real files have at most
-about half of it."""
+"""The limits for JSON files in bytes; 1 MiB for any other name. Real files have at most about half
+of that."""
 _JSON_LIMIT = 1 << 20
 TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
-"""The most tensors and files of a model. The largest real ones have a tenth of it."""
+"""The most tensors and files of a model. The largest real models have a tenth of that."""
 _CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
-"""The most lists and objects, commas, and colons of one file. When a file is parsed, a list or an
-item of one takes some tens of bytes, and a pair of an object up to 350. The largest real
-vocabularies have half as many lists and items, and six tenths as many pairs."""
+"""The most lists and objects, commas, and colons of one file. In memory, a list or an item of one
+takes some tens of bytes, and a pair of an object up to 350. The largest real vocabularies have half
+as many lists and items, and six tenths as many pairs."""
 
 CONFIGS = ("config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
@@ -68,7 +68,7 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     shards = {name for name in present if re.fullmatch(_SHARD, name)}
     original = {name for name in present if ORIGINAL.fullmatch(name)}
     if INDEX in present:
-        # Shards may have unusual names. A missing one is found when the index is read.
+        # Shards may have unusual names. Reading the index reveals a missing one.
         other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
         wanted |= {INDEX} | (shards or other)
     elif SINGLE in present:
@@ -80,7 +80,7 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     if not wanted & {*CONFIGS}:
         raise no_config()
     if wanted & {*_TOKENIZERS}:
-        wanted -= {"tekken.json"}  # 15 MB that are read only if there is no other
+        wanted -= {"tekken.json"}  # 15 MB, needed only if there is no other
     else:
         wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
     return sorted(wanted)
@@ -106,12 +106,12 @@ def gguf_of(names: Iterable[str], form: str) -> str:
         return found[0]
     few = ", ".join(quote(name, 60) for name in files[:8]) or "none"
     raise ModelUnavailable(
-        f"{len(found) or 'no'} GGUF files end in {quote(form)}", f"those that are there: {few}"
+        f"{len(found) or 'no'} GGUF files end in {quote(form)}", f"the repository has: {few}"
     )
 
 
 def no_weights(names: Collection[str]) -> ModelError:
-    """The error for a folder with these file names: it has weights in an unsupported format, or
+    """The error for a folder with these file names, which has weights in an unsupported format or
     none at all."""
     bad = sorted(name for name in names if name.lower().endswith(_PICKLED))
     weights = [n for n in bad if n.lower() != "training_args.bin"]
@@ -119,7 +119,7 @@ def no_weights(names: Collection[str]) -> ModelError:
     if shards:
         return ModelUnavailable(
             f"{_and_more(shards)} hold weights, but {INDEX} is missing",
-            "download it, too: it says which file holds what",
+            "download it too: it says which tensor is in which file",
         )
     if weights:
         name = weights[0]
@@ -140,8 +140,8 @@ def no_weights(names: Collection[str]) -> ModelError:
 
 
 def unfinished(folder: Path) -> str:
-    """The first link to a file that is not there, among the files that minikv reads; "" if there is
-    none. Such a file is a part of the model, and its download did not end."""
+    """The first broken link among the files that minikv reads; "" if there is none. It belongs to
+    an unfinished download."""
     with contextlib.suppress(ModelError, OSError):
         wanted = wanted_files(os.listdir(folder))
         return next((name for name in wanted if not os.path.exists(folder / name)), "")
@@ -196,8 +196,8 @@ def weight_map(path: Path) -> dict[str, str]:
 
 
 def refuse_missing(index: Path, shards: Iterable[str]) -> None:
-    """Raise ModelUnavailable if a file that an index names is not beside it. The message says
-    whether other files are, which it does not name."""
+    """Raise ModelUnavailable if a file that an index names is not in the same folder. The message
+    mentions weight files there that the index does not name."""
     named, folder = set(shards), index.parent
     missing = sorted(name for name in named if not os.path.exists(folder / name))
     if not missing:
@@ -235,12 +235,12 @@ _AGAIN = "download the file again; `hf download NAME` fetches a whole model"
 _STAND_INS = (
     (
         re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
-        "is a Git LFS pointer, not the file that it stands for",
+        "is a Git LFS pointer, not the file itself",
         "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
     ),
     (
         re.compile(rb"(/|(\.\./)*\.git/)annex/objects/|outs:\s+- md5:"),
-        "is a git-annex or DVC pointer, not the file that it stands for",
+        "is a git-annex or DVC pointer, not the file itself",
         "run `git annex get` or `dvc pull` there, or `hf download NAME`",
     ),
     (
@@ -248,18 +248,18 @@ _STAND_INS = (
             rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
             re.IGNORECASE | re.DOTALL,
         ),
-        "is a web page, not the file that was to be downloaded",
+        "is a web page, not the file that should have been downloaded",
         _AGAIN,
     ),
 )
 
 
 def refuse_stand_in(data: bytes, name: str) -> None:
-    """Raise CorruptModel if a file holds what some downloads leave in its place. data: at least its
-    first bytes."""
+    """Raise CorruptModel if a file is one of the stand-ins that some downloads leave. data: at
+    least its first bytes."""
     first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
-    # Tags at the beginning of a chat template may be those that it writes. No template writes a
-    # doctype, and the scripts of a web page may have two braces.
+    # A chat template may itself begin with tags that it writes. But no template writes a doctype,
+    # and the scripts of a web page may contain double braces.
     tags = b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
     for pattern, what, hint in _STAND_INS:
         if pattern.match(first) and not (name.endswith(".jinja") and tags):
@@ -267,17 +267,18 @@ def refuse_stand_in(data: bytes, name: str) -> None:
 
 
 def refuse_text(data: bytes, name: str) -> None:
-    """Raise CorruptModel if a file of weights begins as a text. data: at least its first bytes."""
+    """Raise CorruptModel if a file of weights begins like a text. data: at least its first
+    bytes."""
     refuse_stand_in(data, name)
     text = _beginning(data[:512])
     if text and all(sign.isprintable() or sign.isspace() for sign in text):
         said = quote(" ".join(text.split())[:60])
-        raise CorruptModel(f"{name} holds a text in place of the weights: {said}", _AGAIN)
+        raise CorruptModel(f"{name} contains text instead of weights: {said}", _AGAIN)
 
 
 def _beginning(data: bytes) -> str:
-    """The first bytes of a file as text, but for a character that is cut at their end. What is not
-    valid becomes surrogates."""
+    """The first bytes of a file as text, without a character that is cut off at their end. Invalid
+    bytes become surrogates."""
     wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     encoding, errors = ("utf-16", "replace") if wide else ("utf-8-sig", "surrogateescape")
     return codecs.getincrementaldecoder(encoding)(errors).decode(data)
@@ -286,7 +287,7 @@ def _beginning(data: bytes) -> str:
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file (links are followed), unbuffered. Raises ModelUnavailable, CorruptModel.
 
-    Devices and pipes are refused, because reading them could block for ever.
+    Devices and pipes are refused, because reading them could block forever.
     """
     try:
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
@@ -303,8 +304,8 @@ def open_regular(path: Path) -> BinaryIO:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a regular UTF-8 file. `JSON_LIMITS` limits its size.
 
-    Raises CorruptModel, which names the file, also for NaN, a duplicate key, or a top level that is
-    not an object; and ModelUnavailable.
+    Raises ModelUnavailable; and CorruptModel, which names the file, for invalid JSON, NaN, a
+    duplicate key, or a top level that is not an object.
     """
     return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
 
@@ -327,7 +328,7 @@ def unreadable(path: Path, error: OSError) -> ModelUnavailable:
     """The error if the system cannot read a file or a folder of a model."""
     return ModelUnavailable(
         f"{quote(path.name)[1:-1]} cannot be read: {error.strerror}",
-        "the disk or the network drive that it is on does not answer as it should",
+        "the disk or network drive with the file does not respond properly",
     )
 
 
@@ -342,7 +343,7 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
         )
     try:
         text = data.decode("utf-8-sig")
-        del data  # usually the last reference: `text` is enough, and parsing takes much memory
+        del data  # usually the last reference: parsing takes much memory, and only `text` is needed
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         what = "nested too deeply" if isinstance(error, RecursionError) else str(error)

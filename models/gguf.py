@@ -1,7 +1,7 @@
-"""Reads a GGUF file: its metadata, and where its tensors are. `blocks.py` says what they mean.
+"""Reads a GGUF file: its metadata, and where its tensors are. `blocks.py` decodes them.
 
-The header is checked before anything is read or allocated by it. The package `gguf` is the
-specification, and what tests compare with; it is not used here, because it trusts the file and
+The header is checked before anything is read or allocated according to it. The package `gguf` is
+the specification, with which tests compare; it is not used here, because it trusts the file and
 computes with one thread.
 """
 
@@ -43,9 +43,9 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 
 @dataclass(frozen=True, slots=True)
 class _Architecture:
-    """family: its model_type, a key of `config.FAMILIES`. other: a key of the metadata, and the
-    model_type of files that have it. paired: whether the rows of queries and keys are in rotary
-    pairs. up: which matrix ffn_up is."""
+    """family: its model_type, a key of `config.FAMILIES`. other: a metadata key, and the model_type
+    of files with that key. paired: whether the rows of queries and keys are in rotary pairs. up:
+    which matrix ffn_up is."""
 
     family: str
     other: tuple[str, str] = ("", "")
@@ -117,7 +117,7 @@ _FACTORS = "rope_freqs.weight"
 
 
 class Gguf:
-    """One file. metadata: its pairs; an array is a list. tensors: by the names in the file."""
+    """One file. metadata: its pairs; an array is a list. tensors: by their names in the file."""
 
     def __init__(self, path: Path) -> None:
         """Read and check the header. Raises CorruptModel, UnsupportedModel or ModelUnavailable."""
@@ -169,7 +169,7 @@ class Gguf:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _read_texts(self, count: int) -> list[str]:
-        """The next texts. There may be half a million, so this loop calls nothing of its own."""
+        """The next texts. There may be half a million, so the loop calls no functions of ours."""
         found, read, at, end = [], self._file.read, self._at, self._end
         try:
             for _ in range(count):
@@ -208,7 +208,7 @@ class Gguf:
             (name,) = self._read_texts(1)
             dimensions = self._number("<I")
             if not 1 <= dimensions <= 4 or _NAME.fullmatch(name) is None or name in found:
-                raise self._bad(f"{quote(name)} is no tensor name, or twice, or badly shaped")
+                raise self._bad(f"{quote(name)} has a bad shape, is no name or occurs twice")
             shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
             found[name] = shape, self._number("<I"), self._number("<Q")
         base = -(-self._at // align) * align
@@ -239,7 +239,7 @@ class Gguf:
                 raise self._bad(f"{one} and {two} overlap")
         return tensors
 
-    # -- what a folder has in files of its own ----------------------------------------------
+    # -- what a folder has in separate files -------------------------------------------------
 
     def config(self) -> ModelConfig:
         """The model's configuration. Raises CorruptModel or UnsupportedModel."""
@@ -260,7 +260,7 @@ class Gguf:
         names = {own: prefix + key for own, key in _KEYS.items()}
         given = {key: data.get(key) for key in names.values()}
         for own in ("sliding_window", "num_experts"):
-            given[names[own]] = given[names[own]] or None  # 0: there are none
+            given[names[own]] = given[names[own]] or None  # 0 means none
         given[names["rope_scaling"]] = self._scaling(prefix)
         key, family = about.other
         given["model_type"] = family if data.get(prefix + key) else about.family
@@ -293,7 +293,7 @@ class Gguf:
         )
 
     def _scaling(self, prefix: str) -> dict[str, Any] | None:
-        """The rotary scaling as config.json has it."""
+        """The rotary scaling in the form of config.json."""
         data = self.metadata
         found = {own: data[prefix + key] for key, own in _SCALING.items() if prefix + key in data}
         if "rope_factors_long.weight" in self.tensors:
@@ -304,21 +304,21 @@ class Gguf:
         return {"rope_type": kind, "factor": found.get("factor")} if kind != "none" else None
 
     def _factors(self, count: int) -> tuple[float, ...]:
-        """By what each rotary frequency is divided; () if the file does not say it."""
+        """The divisor of each rotary frequency; () if the file has none."""
         entry = self.tensors.get(_FACTORS)
         if entry is None:
             return ()
         if not isinstance(entry, Entry) or entry.dtype != "F32" or entry.shape != (count,):
-            raise self._bad(f"{_FACTORS} is not of {count} numbers")
+            raise self._bad(f"{_FACTORS} does not have {count} numbers")
         with open_regular(self.path) as file:
             file.seek(entry.start)
             found = torch.frombuffer(read_exactly(file, entry.size, self.path), dtype=torch.float32)
         if not bool(((found > 0) & (found < 1e9)).all()):
-            raise self._bad(f"{_FACTORS} has numbers that are no factors")
+            raise self._bad(f"{_FACTORS} has numbers that cannot be factors")
         return tuple(found.tolist())
 
     def _form(self) -> str:
-        """What the file's form is called ("Q4_K_M"); "" if no matrix is quantised."""
+        """The name of the file's form ("Q4_K_M"); "" if no matrix is quantised."""
         kinds = Counter(one.kind.name for one in self.tensors.values() if isinstance(one, Blocks))
         number = self.metadata.get("general.file_type")
         known = _FILE_TYPES.get(number, "") if isinstance(number, int) else ""
@@ -374,7 +374,7 @@ class Gguf:
         )
 
     def _told(self, key: str, default: object = None) -> Any:
-        """What the file says about its tokenizer."""
+        """A value of the tokenizer's metadata."""
         return self.metadata.get(f"tokenizer.ggml.{key}", default)
 
     def _texts(self, key: str) -> list[str]:
@@ -403,7 +403,7 @@ class Gguf:
         return CUTS[pre]
 
     def _by_score(self, vocab: Mapping[str, int]) -> list[str]:
-        """The pieces that sentencepiece joins: those with the largest score first."""
+        """The pieces that sentencepiece joins, those with the largest score first."""
         scores, (pieces, kinds) = self._told("scores"), self._pieces()
         real = isinstance(scores, list) and all(isinstance(one, float) for one in scores)
         if not real or len(scores) != len(pieces):
@@ -412,7 +412,7 @@ class Gguf:
         return sorted(normal, key=lambda piece: -scores[vocab[piece]])
 
     def template(self, tokenizer: Tokenizer) -> ChatTemplate:
-        """The chat format: the file's own, or a built-in one. Raises CorruptModel and others."""
+        """The chat format: the file's own, or a built-in one. Raises ModelError."""
         own = self.metadata.get("tokenizer.chat_template")
         found = (own, f"the template of {self.path.name}") if isinstance(own, str) else None
         return ChatTemplate.chosen(found, tokenizer, self.path)
@@ -424,7 +424,7 @@ _FILE_TYPES = {
     **{2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 14: "Q4_K_S", 15: "Q4_K_M"},
     **{16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K"},
 }
-"""What files are called by their general.file_type."""
+"""Names of forms by general.file_type."""
 _OTHER_TYPES = {
     **{10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64"},

@@ -37,10 +37,10 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHECKSUM = re.compile(r"[0-9a-fA-F]{1,128}")
 _PATHLIKE = re.compile(r"[.~/]|.*(\\|\.\.)", re.DOTALL)
 _REVISION = re.compile(r"[\w][\w./+-]{0,254}", re.ASCII)
-_NETWORK = "check the network; finished files are kept, and a model directory works without one"
+_NETWORK = "check the network; finished files are kept, and a model directory needs no network"
 _FAILURES = (
-    # Errors of huggingface_hub, and what is said. A GatedRepoError is a RepositoryNotFoundError,
-    # and most are HfHubHTTPError: the order matters.
+    # Errors of huggingface_hub with message and hint. A GatedRepoError is a
+    # RepositoryNotFoundError, and most are HfHubHTTPError: the order matters.
     (
         "GatedRepoError",
         "{repo} is gated: its owner must grant you access",
@@ -91,14 +91,14 @@ class Source:
 
 
 class Progress(Protocol):
-    """Gets the progress of loading a model. Sizes are in bytes.
+    """Receives the progress of loading a model. Sizes are in bytes.
 
     The methods of one object are never called at the same time, but `download` is called from other
-    threads. An exception of a method ends the loading and reaches the caller unchanged.
+    threads. An exception in a method ends the loading and reaches the caller unchanged.
     """
 
     def planned(self, files: int, size: int, free: int | None) -> None:
-        """Called before a download. files and size: what it will fetch. free: bytes free on the
+        """Called before a download of `files` files and `size` bytes. free: bytes free on the
         cache's disk, None if not known."""
 
     def download(self, done: int, total: int) -> None: ...
@@ -117,18 +117,19 @@ def resolve(
     offline: bool = False,
     progress: Progress | None = None,
 ) -> Source:
-    """Find `model`: an existing directory or GGUF file, one of another program (`places`), or a hub
-    id (cache first, then network), which may end in the form of a GGUF file: owner/name:Q4_K_M.
+    """Find `model`: an existing directory or GGUF file, a GGUF file of another program (`places`),
+    or a hub id (cache first, then network), which may end with the form of a GGUF file:
+    owner/name:Q4_K_M.
 
     With `offline` (or HF_HUB_OFFLINE=1) the network is not used. With `progress`, a download is
-    refused before it begins if the cache's disk has no room for it. Raises ModelUnavailable or
+    refused beforehand if the cache's disk has no room for it. Raises ModelUnavailable or
     UnsupportedModel.
     """
     found = _named(model, revision)
     if isinstance(found, Path):
         if found.is_dir() and (lacks := unfinished(found)):
             raise ModelUnavailable(
-                f"{lacks} in {quote(os.fspath(model))} is a link to a file that is not there",
+                f"{lacks} in {quote(os.fspath(model))} is a link to a missing file",
                 "complete the download",
             )
         return Source(os.fspath(model), found, None)
@@ -147,7 +148,7 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
         return folder
     if ":" in found:
         raise ModelUnavailable(
-            f"{found} is not in the local cache, and what it needs is said in the file itself",
+            f"{found} is not in the local cache, and its sizes are in the file itself",
             f"`minikv models pull {found}` fetches it",
         )
     if _offline(offline):
@@ -173,7 +174,7 @@ def _named(model: str | Path, revision: str | None) -> Path | str:
     try:
         folder = Path(text).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
-    except (OSError, RuntimeError) as error:  # a name that is too long; no home directory
+    except (OSError, RuntimeError) as error:  # the name is too long, or there is no home directory
         why = getattr(error, "strerror", None) or str(error)
         raise ModelUnavailable(f"model {quote(text)} not found: {why}") from None
     if text and is_folder:
@@ -230,7 +231,7 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
         folder = _download(hub, repo, revision, watched)
     except ModelError:
         if watched is not None and watched.stopped is not None:
-            raise watched.stopped from None  # `progress` raised it; the hub did not fail
+            raise watched.stopped from None  # `progress` raised this; the hub did not fail
         raise
     if ":" not in repo and (lacks := missing_files(folder)):
         raise ModelUnavailable(
@@ -240,7 +241,7 @@ def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress
 
 
 def _commit(found: Path) -> str:
-    """The revision of a snapshot of the hub's cache, or of a file in one."""
+    """The revision of a snapshot in the hub's cache, or of a file in one."""
     return found.name if _COMMIT.fullmatch(found.name) else found.parent.name
 
 
@@ -254,8 +255,8 @@ def _not_cached(repo: str, revision: str | None, state: str, why: str) -> ModelU
 def _hub(repo: str, offline: bool) -> Any:
     """The module huggingface_hub. Raises ModelUnavailable if it cannot be imported."""
     if offline and "huggingface_hub" not in sys.modules:
-        # The library reads this once, when it is first imported. It is an additional safeguard:
-        # when offline, this module only looks into the cache anyway.
+        # The library reads this once, when first imported. It is an additional safeguard: offline,
+        # this module uses only the cache anyway.
         os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         import huggingface_hub
@@ -315,12 +316,13 @@ _DOWNLOADING = threading.Lock()
 
 @contextlib.contextmanager
 def _checked(repo: str) -> Iterator[None]:
-    """Within this context, the hub's library makes no path of what the hub sends, unless it is
-    hexadecimal. Raises CorruptModel there, and ModelUnavailable for a library with other functions.
+    """Within this context, the hub's library makes paths only from hexadecimal names that the hub
+    sends. Raises CorruptModel for other names, and ModelUnavailable if the library has other
+    functions.
 
-    The library takes the hub's word for the commit and for each file's checksum, and makes names of
-    files and folders of them. It also notes which files do not exist, under a name that cannot be
-    checked here; without a folder, it does not.
+    The library trusts the commit and checksums from the hub, and uses them as names of files and
+    folders. It also records which files do not exist, under a name that cannot be checked here;
+    without a folder, it does not.
     """
     from huggingface_hub import file_download, hf_api
 
@@ -355,7 +357,8 @@ def _checked(repo: str) -> Iterator[None]:
 
 
 def _check_name(repo: str, what: str, name: object, wanted: re.Pattern[str]) -> None:
-    """Raise CorruptModel if the hub sent a name of another form. None: it sent none."""
+    """Raise CorruptModel if the hub sent a name that does not match `wanted`. name: None if it sent
+    none."""
     if name is not None and not (isinstance(name, str) and wanted.fullmatch(name)):
         raise CorruptModel(
             f"{repo}: the hub sent a {what} that is not hexadecimal: {quote(name)}",
@@ -370,7 +373,7 @@ def _told(repo: str, revision: str | None) -> Iterator[None]:
         yield
     except ModelError:
         raise
-    except Exception as error:  # also the HTTP library's own errors, which depend on its version
+    except Exception as error:  # also errors of the HTTP library, which depend on its version
         raise _failure(repo, revision, error) from None
 
 
@@ -420,14 +423,14 @@ class _Watched:
         """Called when a progress bar of the library is at `done` bytes."""
         with self._lock:
             if done <= self.done:
-                return  # it has a bar for bytes received and one for bytes written: take the larger
+                return  # one bar counts bytes received, one bytes written: take the larger
             self.done = int(done)
             total = max(self.total, self.done)
             self._call(lambda: self.progress.download(self.done, total))
 
     def _call(self, tell: Callable[[], None]) -> None:
         if self.stopped is not None:
-            raise self.stopped  # `progress` raised in another thread: stop this one, too
+            raise self.stopped  # `progress` raised in another thread: stop this one too
         try:
             tell()
         except BaseException as error:

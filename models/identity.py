@@ -1,4 +1,4 @@
-"""What a model's files are: hashes of the weights and of the tokenizer."""
+"""Identifies a model's files by hashes of the weights and of the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TOKENIZER = (
 def digests(folder: Path) -> dict[str, str]:
     """Hashes of the files of a model's directory, or of its GGUF file: those with its weights, and
     those of its tokenizer. Raises OSError."""
-    if folder.is_file():  # GGUF, which holds all of it
+    if folder.is_file():  # a GGUF file, which contains both
         return dict.fromkeys(("weights", "tokenizer"), _digest([folder]))
     stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     return {
@@ -36,7 +36,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def _digest(paths: Collection[Path]) -> str:
-    """Of names, sizes and contents; of a large file its beginning and 64 evenly spaced samples."""
+    """A hash of names, sizes and contents; of a large file, its beginning and 64 evenly spaced
+    samples."""
     digest = hashlib.sha256()
     for path in filter(Path.is_file, paths):
         with open(path, "rb") as file:

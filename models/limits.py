@@ -1,5 +1,5 @@
-"""The limit of this process's address space (`ulimit -v`), which other figures of free memory do
-not include. Does not import torch."""
+"""The limit of this process's address space (`ulimit -v`), which other figures of free memory
+ignore. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 from minikv.models.errors import ModelTooLarge
 
 _TORCH = 700 << 20
-"""The least bytes of address space that importing torch needs (measured: 625 MiB without CUDA).
-With less, the libraries that it loads end the process or hang."""
+"""The bytes of address space that importing torch needs (measured: 625 MiB without CUDA). With
+less, the libraries that it loads abort the process or hang."""
 
 
 def address_space() -> int | None:

@@ -1,21 +1,21 @@
-"""The matrices of a network: `Linear` is one in any of its forms, plain or packed.
+"""The matrices of a network, plain or packed.
 
-What is fastest on a CPU was measured (docs/measurements/README.md, "Weights"):
+The fastest way on a CPU was measured (docs/measurements/README.md, "Weights"):
 
 - one row in bfloat16: our own kernel. Without it, torch's own product: oneDNN, which torch prefers,
-  needs twice the time. With weights prepacked for it, it needs about as much as torch's own
-  product. So nothing is prepacked: there is one copy, and a tied head is fast, too. With tiles
-  (AMX), oneDNN's product of a matrix and a vector needs about two thirds of the time of torch's.
-- many rows in bfloat16: oneDNN where the processor multiplies bfloat16. Where it does not, or does
-  so more slowly than float32, the product is computed in float32, a block of the weights at a time.
+  needs twice the time, or about the same with prepacked weights. So nothing is prepacked: there is
+  one copy, and a tied head is fast too. With tiles (AMX), oneDNN's product of a matrix and a vector
+  needs about two thirds of the time of torch's.
+- many rows in bfloat16: oneDNN if the processor multiplies bfloat16. If it does not, or more slowly
+  than float32, the product is computed in float32, a block of the weights at a time.
 - int8 and int4: our own kernels round activations to eight bits and multiply integers. Without
   them, torch's packed kernels multiply a few rows; for many rows, the weights are unpacked a block
   at a time. With tiles (AMX), our own kernel unpacks the weights for many rows, and activations are
   not rounded.
 
-float32, and plain weights on a GPU, are multiplied as by `F.linear`. On a GPU, our own kernels
-multiply one row by packed weights. For more rows, the whole matrix is unpacked for each product, so
-a chunk of a prompt should be long.
+`F.linear` multiplies float32, and plain weights on a GPU. On a GPU, our own kernels multiply one
+row by packed weights. For more rows, the whole matrix is unpacked for each product, so a chunk of a
+prompt should be long.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ from minikv.models.stored import PAIRED, apart
 from minikv.pages import Empty, empty
 
 FORMS = ("auto", "plain", "int8", "int4", "int8+head", "int4+head")
-"""The forms of weights. "auto": as the checkpoint has them. "plain": not packed. "int8" and "int4":
+"""The forms of weights. "auto": as in the checkpoint. "plain": not packed. "int8" and "int4":
 the matrices of the layers are packed. "+head": lm_head is packed as well, always to eight bits
 (docs/measurements/README.md, "Weights")."""
 
 GROUPS = (128, 64, 32)
-"""How many columns share a scale in int4: the first of these that divides the length of a row."""
+"""Possible numbers of columns that share a scale in int4: the first that divides the length of a
+row is used."""
 
 FEW = {"int8": 8, "int4": 16}
-"""Up to how many rows of the input torch's packed kernels are faster than unpacking the weights."""
+"""The most rows of the input for which torch's packed kernels are faster than unpacking the
+weights."""
 
 BLOCK = 1 << 22
 """How many weights are unpacked at a time: 8 MiB of bfloat16, which fit into the processor's
@@ -64,14 +66,14 @@ Product = Callable[[Tensor, Tensor | None], Tensor]
 None) -> bfloat16 [t, out], written to `room` if there is one."""
 
 Packing = Callable[[], Kernels]
-"""The kernels that pack on a CPU, chosen when the first matrix is packed. Where they have no
-`pack_int8` or `pack_int4`, those here compute the same numbers."""
+"""Returns the kernels that pack on a CPU; called when the first matrix is packed. If they have no
+`pack_int8` or `pack_int4`, the functions here compute the same numbers."""
 TORCH: Packing = Kernels
 
 
 class Scratch(threading.local):
-    """Memory for unpacked weights, separate for each thread. Allocating it anew would take more
-    time than unpacking."""
+    """Memory for unpacked weights, separate for each thread. Allocating it each time would take
+    longer than unpacking."""
 
     def __init__(self) -> None:
         self._held: dict[torch.dtype, Tensor] = {}
@@ -86,12 +88,12 @@ class Scratch(threading.local):
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """One row x [1, in] of bfloat16 times weight [out, in], by torch: with tiles by oneDNN, else
-    without it."""
+    """One row x [1, in] of bfloat16 times weight [out, in], by torch: with oneDNN if there are
+    tiles, otherwise without it."""
     if has_tiles():
         return torch.mv(weight, x[0])[None]
-    # torch has one switch for the whole process. The lock keeps a thread from restoring the
-    # setting of another one.
+    # torch has one switch for the whole process. The lock keeps threads from overwriting each
+    # other's setting.
     with _SWITCH:
         enabled = torch._C._get_mkldnn_enabled()
         try:
@@ -108,7 +110,8 @@ def pack_int8(weight: Tensor, codes: Tensor, scale: Tensor, kind: int = PLAIN) -
     """Pack weight bfloat16 [n, in], on any device, into codes int8 [n, in] and scale bfloat16 [n].
     A row's scale is its largest magnitude divided by 127.
 
-    A kernel in C also takes blocks of a file, uint8 [n, bytes], of a type of `matrix.BLOCKS`."""
+    The kernel in C also takes blocks of a file, uint8 [n, bytes], if `kind` is in
+    `matrix.BLOCKS`."""
     assert kind == PLAIN
     for start, end in _packed_blocks(weight.shape):
         part = weight[start:end].to(codes.device).float()
@@ -124,7 +127,7 @@ def pack_int4(
     """Pack weight bfloat16 [n, in] into packed uint8 [N, in / 2] and scales bfloat16 [in / group,
     N, 2], in the layout of this processor. N is n, rounded up to whole tiles.
 
-    A kernel in C needs `half`, see `half_tile`. It also takes blocks of `matrix.FOUR_BITS`."""
+    The kernel in C needs `half`, see `half_tile`. It also takes blocks of `matrix.FOUR_BITS`."""
     assert kind == PLAIN
     for start, end in _packed_blocks(weight.shape):
         steps = _sixteen_steps(weight[start:end], scales[:, start:end]).flatten(1).to(torch.int32)
@@ -134,7 +137,7 @@ def pack_int4(
 
 
 def pack_int4_rows(weight: Tensor, packed: Tensor, scales: Tensor) -> None:
-    """Pack weight [m, n], on any device, as a GPU has it: into packed uint8 [m, n / 2] and scales
+    """Pack weight [m, n], on any device, in a GPU's layout: into packed uint8 [m, n / 2] and scales
     bfloat16 [n / group, m, 2]. Byte i of a row's group has column i in its lower four bits, and
     column group / 2 + i in the upper ones."""
     for start, end in _packed_blocks(weight.shape):
@@ -174,7 +177,7 @@ def _sixteen_steps(weight: Tensor, scales: Tensor) -> Tensor:
 
 def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
     """The inverse of `pack_int4_rows`, into out bfloat16 [m, n]."""
-    for start, end in blocks(out.shape):  # because torch makes copies in float32
+    for start, end in blocks(out.shape):  # in blocks, because torch makes copies in float32
         both = packed[start:end].view(end - start, len(scales), -1)
         steps = torch.cat((both & 15, both >> 4), 2).float().sub_(8)  # [m, groups, group]
         by, middle = scales[:, start:end].float().transpose(0, 1)[..., None].unbind(2)
@@ -182,7 +185,7 @@ def unpack_int4_rows(packed: Tensor, scales: Tensor, out: Tensor) -> None:
 
 
 class Plain:
-    """A matrix with the weights as the checkpoint has them.
+    """A matrix with unpacked weights.
 
     product: computes one row of bfloat16 on a CPU. float_rows: from this many rows on, float32 is
     faster than bfloat16 although the processor multiplies bfloat16; None: never.
@@ -213,7 +216,7 @@ class Plain:
         return _product(x, weight, self.bias, out)
 
     def dense(self) -> Tensor:
-        """The weights [out, in] with which it multiplies; of a packed matrix a new tensor."""
+        """The weights [out, in] by which it multiplies; for a packed matrix, a new tensor."""
         return self.weight
 
     @property
@@ -222,8 +225,8 @@ class Plain:
         return self.weight.shape
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """The rows from `start`, the first of a tile, to `end` of the weights, transposed: [in, end
-        - start]. If they must be unpacked, they are written to `scratch`, if there is one."""
+        """The weights' rows from `start`, the first row of a tile, to `end`, transposed: [in, end -
+        start]. scratch: memory for rows that must be unpacked."""
         return self.weight[start:end].t()
 
     @property
@@ -233,10 +236,10 @@ class Plain:
 
 
 class PackedMatrix:
-    """A matrix with eight or four bits per weight: what `Int8` and `Int4` share.
+    """A matrix with eight or four bits per weight: the common part of `Int8` and `Int4`.
 
-    If it is made from weights without memory (on torch's meta device), it is empty, and `pack`
-    fills in the rows. packing: packs for a CPU; None: the matrix is for a GPU, and torch packs it.
+    Made from weights without memory (on torch's meta device), it is empty, and `pack` fills in the
+    rows. packing: packs for a CPU; None: the matrix is for a GPU, and torch packs it.
 
     `use` sets these. product: multiplies a few rows on a CPU, and many rows if `many`; it may round
     activations to eight bits (kernels/product/cpu.py); None: torch, which leaves them in
@@ -245,7 +248,7 @@ class PackedMatrix:
     """
 
     form: str
-    names: tuple[str, str]  # of the tensors of weights and scales
+    names: tuple[str, str]  # of the tensors with weights and scales
     tile = 1  # rows that are packed together
 
     def __init__(
@@ -323,8 +326,8 @@ class PackedMatrix:
         return ops.pack_int8 is not None and ops.pack_int4 is not None
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        """Take rows from `start` on as a file has them (`stored.Steps`), without quantising them.
-        start: a multiple of `tile`. Groups may be larger than those here."""
+        """Set the rows from `start` on to a file's codes (`stored.Steps`), without quantising
+        again. start: a multiple of `tile`. The file's groups may be larger than those here."""
         raise NotImplementedError
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
@@ -477,15 +480,15 @@ def kept(
     packing: Packing | None = TORCH,
     group: int = 0,
 ) -> Linear:
-    """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself if `form` is
-    neither, or its rows cannot be packed so. packing: see `PackedMatrix`; group: `group_of`."""
+    """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself for any other
+    `form`, or if its rows cannot be packed. packing: see `PackedMatrix`; group: `group_of`."""
     if not suits(form, plain.shape[1], group):
         return plain
     return (Int8 if form == "int8" else Int4)(plain, room, packing, group)
 
 
 def as_read(made: Linear) -> Matrix | None:
-    """A matrix as the kernels read it; None if its layout is not known."""
+    """A matrix in the form for kernels; None if its layout is not known."""
     rows, columns = made.shape
     if isinstance(made, Plain):
         return Matrix(rows, columns, made.weight, bias=made.bias)
@@ -531,7 +534,7 @@ def fits_int8(columns: int) -> bool:
 
 def group_of(columns: int, stored: int = 0) -> int | None:
     """How many columns share a scale in int4; None if no group divides a row of `columns` columns.
-    stored: how many do in the file; 0: as many as here."""
+    stored: the size of a group in the file; 0: as here."""
     whole = gcd(columns, stored)
     return next((group for group in GROUPS if whole % group == 0), None)
 
@@ -568,7 +571,7 @@ def bf16_products() -> bool:
 
 @cache
 def has_tiles() -> bool:
-    """Whether torch multiplies tiles of bfloat16 (AMX) on this processor, and Linux lets it."""
+    """Whether torch multiplies tiles of bfloat16 (AMX) on this processor, and Linux allows it."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return False
     return torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
@@ -577,7 +580,7 @@ def has_tiles() -> bool:
 @cache
 def lacks(form: str) -> str:
     """Why torch does not support `form` in this build or on this processor; "" if it does. Tries
-    torch's kernels, but not those in C, on a small matrix."""
+    torch's kernels (not those in C) on a small matrix."""
     if form not in ("int8", "int4"):
         return ""
     made = torch.Generator().manual_seed(0)
@@ -642,7 +645,8 @@ def _by_blocks(x: Tensor, matrix: Linear, out: Tensor | None, native: bool) -> T
 
 
 def _dense(weight: Tensor, kind: int) -> Tensor:
-    """The weight as the packing kernels take it: bfloat16 and contiguous, or blocks of a file."""
+    """The weight in the form for the packing kernels: bfloat16 and contiguous, or blocks of a
+    file."""
     return weight.to(torch.bfloat16).contiguous() if kind == PLAIN else weight
 
 

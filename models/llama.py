@@ -2,8 +2,8 @@
 stored.
 
 It computes layer by layer: all tokens go through layer i, in chunks of `rows` rows, before any
-enters layer i + 1. The residual stream [T, hidden] is the only tensor of full length; keys and
-values go to `kv.attend`. Matrices with the same input are stored as one (q, k, v; gate, up).
+token enters layer i + 1. The residual stream [T, hidden] is the only tensor of full length; keys
+and values go to `kv.attend`. Matrices with the same input are stored as one (q, k, v; gate, up).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from minikv.models.linear import Int4, Int8, Linear, Plain, as_read
 from minikv.models.rope import Rotation
 from minikv.pages import Empty, Pages
 
-# On a CPU a chunk is bounded in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
-# torch's attention there takes queries in blocks of 256 instead of 64, and reads faster).
+# On a CPU a chunk is limited in bytes: 512 rows of float32, 1,024 of bfloat16 (from 768 rows on,
+# torch's attention uses blocks of 256 queries instead of 64, which is faster).
 CPU_BYTES, CUDA_ROWS = 2048, 2048
 
 
@@ -74,22 +74,22 @@ class Place:
 
 
 At = tuple[Sequence[tuple[Tensor, Tensor]], float | Tensor | None]
-"""What a chunk's positions mean: cosine and sine for each of `Rotation.kinds`, as `Rotary.table`
-returns them; and the factor on queries."""
+"""The tables for a chunk's positions: cosine and sine for each of `Rotation.kinds`, as
+`Rotary.table` returns them; and the factor on queries."""
 LayerTail = Callable[[Tensor, Tensor], Tensor]
-"""What follows attention in a layer, for one token. Takes x [1, hidden] and the output of attention
-[1, heads * D], and adds to x in place what follows in the layer. Returns the next layer's queries,
-keys and values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after the final
-norm [1, hidden]."""
+"""The part of a layer after attention, for one token. Takes x [1, hidden] and the output of
+attention [1, heads * D], and adds the rest of the layer to x in place. Returns the next layer's
+queries, keys and values [1, (heads + 2 * kv_heads) * D], not rotated; for the last layer, x after
+the final norm [1, hidden]."""
 
 
 class Llama:
-    """A decoder. It takes token ids and an `Attend`, returns logits, and keeps no state of a
+    """A decoder. It takes token ids and an `Attend`, returns logits, and stores nothing about a
     conversation.
 
     A new network has uninitialised weights, in memory from `room`; fill them through `tensors()` or
-    `randomise()`. rows: how many rows go through a layer together. ops: the kernels that compute,
-    those of torch until `use` is called. A forward writes in place, so it cannot be trained.
+    `randomise()`. rows: how many rows go through a layer together. ops: the kernels, torch's until
+    `use` is called. The forward pass writes in place, so the network cannot be trained.
     """
 
     def __init__(
@@ -154,13 +154,13 @@ class Llama:
             self._layers = ops.layers(self._tails, norms, self.rotation.kind)
 
     def _chunk(self, asked: int | None) -> int:
-        """The `rows` that were given to the constructor, else `chunk_rows`."""
+        """The constructor's `rows` if given, otherwise `chunk_rows`."""
         cuda = self.device.type == "cuda"
         return self._given or chunk_rows(cuda, self.dtype.itemsize, asked)
 
     def _all_tails(self, ops: Kernels) -> list[LayerTail]:
-        """A `LayerTail` for each layer; empty if `ops` has none for some layer, or if layers add
-        something else to x."""
+        """A `LayerTail` for each layer; empty if `ops` has none for some layer, or if the family's
+        layers add scaled or normed outputs to x."""
         found: list[LayerTail] = []
         if self.config.norm_after or self.config.residual_scale != 1.0:
             return found
@@ -282,8 +282,8 @@ class Llama:
             self._at(kv.position + lo if lo else kv.position, min(self.rows, count - lo))
             for lo in starts
         ]
-        # One buffer for the widest intermediate. Allocated anew for each chunk, it would leave
-        # holes in the heap, which count as resident memory.
+        # One buffer for the widest intermediate. Allocated for each chunk, it would leave holes in
+        # the heap, which count as resident memory.
         wide = x.new_empty(min(self.rows, count), 2 * self.config.mlp)
         for index in range(len(self.layers)):
             closing = last and index == len(self.layers) - 1
@@ -306,7 +306,7 @@ class Llama:
         closing: bool,
     ) -> Tensor:
         """Rows x [T, hidden] -> the input of the next layer, in place, chunk by chunk. closing:
-        only the last row is wanted, [1, hidden]; keys and values of all rows are made.
+        return only the last row, [1, hidden]; keys and values of all rows are still computed.
 
         chunks: the positions of each chunk. wide [>= t, 2 * mlp]: memory to write to."""
         layer = self.layers[index]
@@ -333,9 +333,10 @@ class Llama:
         x.add_(self._norm(made, layer.mlp_norm) if c.norm_after else made, alpha=scale)
 
     def fast_step(self, x: Tensor, kv: Attend) -> Tensor | None:
-        """All layers for the row x [1, hidden] of one token, by kernels that compute what follows
+        """All layers for the row x [1, hidden] of one token, by kernels that compute the part after
         attention in one call, or all layers in one. Returns x after the final norm [1, hidden], and
-        overwrites x. None: there are no such kernels, or `kv` watches; then nothing was done."""
+        overwrites x. Returns None, without any effect, if there are no such kernels or `kv`
+        watches."""
         if not self._tails or getattr(kv, "watch", None) is not None:
             return None
         at = self._at(kv.position, 1)
@@ -350,7 +351,7 @@ class Llama:
         return qkv
 
     def _at(self, start: int | Tensor, count: int) -> At:
-        """Of `count` positions from `start` on, as in `Rotary.table`."""
+        """The tables for `count` positions from `start` on, as in `Rotary.table`."""
         angles = [
             self.ops.rotary_table(start, one.inverse, one.scale, self.dtype)
             if isinstance(start, Tensor)

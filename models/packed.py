@@ -1,9 +1,9 @@
-"""Keeps packed weights on disk, so that the next start reads them instead of packing again.
+"""Stores packed weights on disk, so that the next start reads them instead of packing again.
 
 A file has the packed matrices of one model in one form, as safetensors; plain weights are read from
 the model's own files. The file's name is a hash of the model's files and of everything else that
 the packed numbers depend on, so a changed model has another name. The last tensor holds the CRC-32
-of each other tensor. So a damaged file is detected when it is read, and is written anew.
+of each other tensor. So a damaged file is detected when it is read, and is then replaced.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from minikv.models.llama import Llama
 from minikv.models.packed_files import FORMAT
 
 LEAST = 64 << 20
-"""The least bytes of packed weights that are kept; fewer are packed in less than a second."""
+"""The fewest bytes of packed weights that are stored; fewer are packed in less than a second."""
 SPARE = 1 << 30
 """How many bytes of the disk must stay free."""
 PIECE = 4 << 20
-"""How many bytes are read at a time. They are then still in the processor's cache for the
+"""How many bytes are read at a time: so few that they are still in the processor's cache for the
 checksum."""
 CHECKS = "checksums"
 
@@ -46,12 +46,12 @@ _DTYPES = {torch.int8: "I8", torch.uint8: "U8", torch.bfloat16: "BF16"}
 
 
 class Packed:
-    """The kept packed weights of one model in one form. `fill` reads them; `keep` writes them after
+    """The stored packed weights of one model in one form. `fill` reads them; `keep` writes them if
     weights had to be packed.
 
-    name: of the model, as the user gave it. form: one of `linear.FORMS`. If reading or writing is
-    not possible, `progress.say` gets a line, and no error is raised. Exceptions of `progress` end
-    the loading.
+    name: the model's, as the user gave it. form: one of `linear.FORMS`. If reading or writing is
+    not possible, `progress.say` receives a line, and no error is raised. Exceptions in `progress`
+    end the loading.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Packed:
         self._about = {"format": FORMAT, "model": known_as(name, folder)}
         self._about["folder"] = os.path.realpath(folder)
         self._progress = progress
-        self._entries: dict[str, tuple[Entry, int]] = {}  # and their checksums
+        self._entries: dict[str, tuple[Entry, int]] = {}  # with their checksums
         self._file: BinaryIO | None = None
         self._path: Path | None = None
         self._packs = False  # whether a matrix had to be packed
@@ -90,7 +90,7 @@ class Packed:
             self._damaged(error)
 
     def fill(self, name: str, matrix: Int8 | Int4) -> bool:
-        """Read the tensors of an empty matrix. Returns False if they are not kept, so that the
+        """Read the tensors of an empty matrix. Returns False if they are not stored, so that the
         matrix must be packed."""
         if self._file is not None:
             try:
@@ -170,9 +170,9 @@ class Packed:
 
 
 def key(checkpoint: Checkpoint, config: ModelConfig, form: str) -> str:
-    """A hash of everything that the packed numbers depend on. Of the model's files it includes
+    """A hash of everything that the packed numbers depend on. For the model's files it includes
     names, sizes, samples, both times (of modification and of status change) and inode numbers. So a
-    file that was replaced has another key, even if its modification time is the old one. Raises
+    file that was replaced has another key, even if its modification time is the same. Raises
     OSError or ModelError."""
     layout = ""
     if form.startswith("int4"):  # which depends on the processor
@@ -229,7 +229,7 @@ def write(
     kinds[CHECKS] = ("U32", [len(tensors)], 4 * len(tensors))
     total = end = 0
     for name, (kind, shape, size) in kinds.items():
-        total, end = end, end + size  # `total` is that of the weights
+        total, end = end, end + size  # in the end, `total` is that of the weights
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [total, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -1,4 +1,4 @@
-"""Files with packed weights: where they are, and to which model they belong.
+"""Finds files with packed weights, and the models that they belong to.
 
 Importing this does not import torch.
 """
@@ -25,7 +25,7 @@ NAME = re.compile(r"[0-9a-f]{32}-[a-z0-9+]+\.safetensors")
 PART = re.compile(r"\.[0-9a-f]{32}-[a-z0-9+]+\.[a-z0-9_]+\.part")
 _HEADER = 16 << 20  # bytes
 _ABANDONED = 3600.0
-"""Seconds without a write after which an unfinished file is one that a killed process left."""
+"""Seconds without a write after which an unfinished file must belong to a killed process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def store() -> Path:
 
 
 def listed() -> list[PackedFile]:
-    """All files with packed weights, by name. For a file that is damaged, `model` is ""."""
+    """All files with packed weights, by name. For a damaged file, `model` is ""."""
     found = []
     with contextlib.suppress(OSError):
         for path in store().iterdir():
@@ -70,7 +70,7 @@ def of_model(name: str) -> list[PackedFile]:
     """The files of the model with this hub id, or the file with this name; if there is none, the
     files of the model in this directory."""
     place, found = os.path.realpath(os.path.expanduser(name)), listed()
-    if not name:  # perhaps an unset variable in a script: do not take it as this directory
+    if not name:  # perhaps an unset variable in a script: do not interpret it as this directory
         return []
     named = [one for one in found if name in (one.model, one.path.name)]
     return named or [one for one in found if one.folder == place]
@@ -92,7 +92,7 @@ def make(folder: Path) -> None:
     for missing in reversed([one for one in (folder, *folder.parents) if not one.is_dir()]):
         with contextlib.suppress(FileExistsError):
             missing.mkdir(mode=0o700)
-            missing.chmod(0o700)  # for any umask
+            missing.chmod(0o700)  # whatever the umask
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 

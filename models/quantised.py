@@ -1,11 +1,11 @@
-"""Quantised safetensors: which tensors make a matrix, and what its numbers are.
+"""Reads quantised safetensors: which tensors make up a matrix, and how to decode its numbers.
 
-In every form a matrix is a table of codes, a scale for each tile of them, and mostly a zero point:
-value = (code - zero) * scale. The forms differ in the names of these tensors (`_LAYOUTS`), in
-which axis the file has first, and in how codes are packed.
+In every form a matrix is a table of codes, a scale for each tile of them, and usually a zero point:
+value = (code - zero) * scale. The forms differ in the names of these tensors (`_LAYOUTS`), in their
+first axis, and in how codes are packed.
 
-The tensors decide: a module is quantised if the file has its codes, whatever config.json says of
-modules to leave out, and the size of a tile follows from the shapes.
+The tensors decide: a module is quantised if the file has its codes, whatever modules config.json
+excludes, and the size of a tile follows from the shapes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _IGNORED = re.compile(
     r"((in|out)put_(global_)?scale|(in|out)put_zero_point|(input_)?activation_scale|[kqv]_scale"
     r"|weight_shape|weight_format|weight\.(quant_map|nested_.*|quant_state\..*))"
 )
-"""What is not needed, after a module's name: mostly scales of activations and of a cache."""
+"""Ends of names of tensors that are not needed, mostly scales of activations and of a cache."""
 _QUANTISED = re.compile(
     r".+\.(qweight|qzeros|g_idx|weight_packed|weight_scale(_inv)?|weight_format|SCB"
     r"|weight\.(absmax|quant_map|nested_.*|quant_state\..*))"
 )
-"""Names that only quantised models have."""
-_TAIL = re.compile(r"(.+?)\.(weight(?:\..+)?|[^.]+)")  # a module, and what a tensor is of it
+"""Names of tensors in quantised models only."""
+_TAIL = re.compile(r"(.+?)\.(weight(?:\..+)?|[^.]+)")  # a module, and the rest of a tensor's name
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a method stores a matrix: the ends of the tensors' names, and how they are laid out.
+    """How a method stores a matrix: the ends of the tensors' names, and their layout.
 
     turned: the file has columns first. packed: the axis along which a word or a byte has several
-    codes ("out" or "in"); "": none. order: where in a word the codes are, if not in order.
+    codes ("out" or "in"); "": none. order: the positions of the codes in a word, if not in order.
     """
 
     codes: str
@@ -78,9 +78,9 @@ _LAYOUTS = {
 @dataclass(slots=True)
 class _Part:
     """One tensor of a matrix, read by the matrix's rows. turned, packed, order: see `_Layout`.
-    bits: of a packed code. table: what the codes stand for. scales: of which each multiplies `size`
-    of these numbers in a row, whatever rows they belong to, before `offset` is added: the absmax of
-    bitsandbytes that is quantised itself; None: there are none."""
+    bits: of a packed code. table: the values of the codes. scales: each multiplies `size`
+    consecutive numbers, even across rows, before `offset` is added (the absmax of bitsandbytes is
+    itself quantised); None: there are none."""
 
     entry: Entry
     turned: bool = False
@@ -94,7 +94,7 @@ class _Part:
     _held: Tensor | None = field(default=None, init=False)
 
     def shape(self) -> tuple[int, ...]:
-        """[rows, columns] as the matrix has them, words counted as full; a vector is a column."""
+        """[rows, columns] in the matrix, with full words; a vector is a column."""
         shape = self.entry.shape if len(self.entry.shape) > 1 else (*self.entry.shape, 1, 1)[:2]
         rows, columns, *more = shape[::-1] if self.turned else shape
         per = {self.packed: self.per()}
@@ -119,7 +119,8 @@ class _Part:
         return made * self.scales[at].view_as(made) + self.offset
 
     def _block(self, first: int, last: int) -> Tensor:
-        """Rows of the file's tensor. A turned one is read whole, and held up to its last row."""
+        """Rows of the file's tensor. A turned one is read whole, and stays in memory until its last
+        row was read."""
         if not self.turned:
             return _read(self.entry, first, last)
         held = _read(self.entry) if self._held is None else self._held
@@ -128,7 +129,7 @@ class _Part:
 
     def _unpacked(self, words: Tensor) -> Tensor:
         """Codes uint8 [n, columns] of words [n, columns / per]; the lowest bits come first."""
-        # Not contiguous(), which leaves one row with a stride that no view can have.
+        # Not contiguous(), which leaves a single row with a stride that `view` refuses.
         codes = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)
@@ -146,8 +147,8 @@ def _read(entry: Entry, first: int = 0, last: int | None = None) -> Tensor:
 
 @dataclass(slots=True)
 class _Grid:
-    """Numbers of which each belongs to a tile of the matrix, `high` rows by so many columns. plus
-    and times: are applied to each. empty: whether it may be 0."""
+    """A table with one number for each tile of the matrix; a tile has `high` rows. plus and times:
+    are applied to each number. empty: whether a number may be 0."""
 
     part: _Part
     high: int = 1
@@ -168,8 +169,8 @@ class _Grid:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix(Stored):
     """A quantised matrix. parts: its tensors, the codes first. form: "plain" if its codes cannot be
-    kept as they are; `why` then says why. middle: the zero point, if the file has none. wide:
-    columns of a tile. tiles: the tile of each column."""
+    kept; `why` then says why. middle: the zero point, if the file has none. wide: columns of a
+    tile. tiles: the tile of each column."""
 
     parts: tuple[Entry, ...]
     codes: _Part
@@ -186,8 +187,8 @@ class Matrix(Stored):
         return (made - zero).mul_(self.scale.rows(start, end)[:, self.tiles])
 
     def _steps(self, start: int, end: int) -> Steps:
-        """The least code of int8 becomes -127, because the kernels of some processors cannot
-        multiply -128."""
+        """The int8 code -128 becomes -127, because the kernels of some processors cannot multiply
+        -128."""
         codes, scale = self.codes.rows(start, end)[:, : self.shape[1]], self.scale.rows(start, end)
         if self.group is None:
             codes = codes if codes.dtype == torch.int8 else (codes ^ 128).view(torch.int8)
@@ -200,9 +201,9 @@ class Matrix(Stored):
 def adopted(
     checkpoint: Checkpoint, config: ModelConfig, form: str
 ) -> tuple[Checkpoint, ModelConfig]:
-    """The checkpoint with each quantised matrix as one, under its plain name, and the configuration
-    that says in which forms they are kept. form: one of `linear.FORMS`. Raises CorruptModel or
-    UnsupportedModel."""
+    """The checkpoint with one entry for each quantised matrix, under its plain name, and the
+    configuration with the forms in which they are kept. form: one of `linear.FORMS`. Raises
+    CorruptModel or UnsupportedModel."""
     plain = {n: entry for n, entry in checkpoint.entries.items() if isinstance(entry, Entry)}
     if config.quantisation is None:
         _refuse_quantised(plain)
@@ -224,8 +225,8 @@ def adopted(
 def stored(
     entries: Mapping[str, Entry], about: Quantisation, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Entry | Matrix]:
-    """The tensors of a checkpoint, with each quantised matrix as one, under its plain name. shapes:
-    of the network's tensors. Raises CorruptModel or UnsupportedModel."""
+    """The tensors of a checkpoint, with one entry for each quantised matrix, under its plain name.
+    shapes: those of the network's tensors. Raises CorruptModel or UnsupportedModel."""
     modules: dict[str, dict[str, Entry]] = {}
     for name, entry in entries.items():
         match = _TAIL.fullmatch(name)
@@ -240,7 +241,7 @@ def stored(
             parts = {tail: part for tail, part in parts.items() if part not in matrix.parts}
             bias = parts.get("bias")
             if bias is not None and f"{module}.bias" not in shapes and _is_zero(bias, matrix):
-                del parts["bias"]  # as some writers of GPTQ add them
+                del parts["bias"]  # some writers of GPTQ add zero biases
         for tail, entry in parts.items():
             name = f"{module}.{tail}" if tail else module
             if name in made:
@@ -255,7 +256,7 @@ def _is_zero(bias: Entry, matrix: Matrix) -> bool:
 
 
 def _refuse_quantised(entries: Mapping[str, Entry]) -> None:
-    """Raise UnsupportedModel for what would be read as wrong numbers without its scales."""
+    """Raise UnsupportedModel for tensors that would be wrong without their scales."""
     for name, entry in entries.items():
         if entry.dtype in SMALL or _QUANTISED.fullmatch(name):
             raise UnsupportedModel(
@@ -289,7 +290,7 @@ def _matrix(
         if tail not in parts:
             raise _bad(codes_in, f"is quantised, and there is no {tail} beside it")
     scales, zeros, order = parts[layout.scale], parts.get(layout.zero), parts.get(layout.tiles)
-    four = layout.scale == "weight.absmax"  # of bitsandbytes
+    four = layout.scale == "weight.absmax"  # bitsandbytes
     _checked(codes_in, *(("U8",) if four else ("I32",) if layout.packed else ("I8", "F8_E4M3")))
     if four:
         codes, scale, wide = _four_bits(parts, rows, columns)
@@ -315,7 +316,7 @@ def _matrix(
     whole = wide == columns and fits_int8(columns)
     if zero is not None and codes.bits == 8 and whole and (zero.rows(0, rows) == middle).all():
         zero = None
-    form, why = "plain", ""  # why it must be unpacked
+    form, why = "plain", ""  # why the matrix must be unpacked
     if codes.table is not None or codes_in.dtype == "F8_E4M3":
         why = about.kind
     elif not torch.equal(tiles, straight):
@@ -349,7 +350,7 @@ def _matrix(
 
 
 def _order(entry: Entry, tiles: Tensor) -> Tensor:
-    """The tile of each column, as a g_idx says."""
+    """The tile of each column, according to g_idx."""
     _must(entry.shape == tiles.shape, entry, f"does not have {len(tiles)} numbers")
     found = _read(_checked(entry, "I32"))[:, 0].long()
     last = int(tiles[-1])
@@ -358,7 +359,7 @@ def _order(entry: Entry, tiles: Tensor) -> Tensor:
 
 
 def _codes(entry: Entry, layout: _Layout, rows: int, columns: int) -> _Part:
-    """The codes; how many bits they have follows from the shape."""
+    """The codes; the number of their bits follows from the shape."""
     for bits in (4, 8) if layout.packed else (8,):
         part = _Part(entry, layout.turned, layout.packed, layout.order, bits)
         if part.shape() == (_full(rows, part, "out"), _full(columns, part, "in")):
@@ -367,7 +368,7 @@ def _codes(entry: Entry, layout: _Layout, rows: int, columns: int) -> _Part:
 
 
 def _full(size: int, part: _Part, axis: str) -> int:
-    """A size, rounded up to whole words if these lie along `axis`."""
+    """A size, rounded up to whole words if these are along `axis`."""
     per = part.per() if part.packed == axis else 1
     return ceil(size / per) * per
 
@@ -390,7 +391,7 @@ def _tile(part: _Part, rows: int, columns: int, about: Quantisation) -> tuple[in
 
 
 def _four_bits(parts: Mapping[str, Entry], rows: int, columns: int) -> tuple[_Part, _Grid, int]:
-    """The codes and scales of bitsandbytes, and how many numbers in a row share a scale. Its
+    """The codes and scales of bitsandbytes, and how many consecutive numbers share a scale. Its
     tensors are flat, and their sizes are in a JSON text."""
     entry, absmax = parts["weight"], parts["weight.absmax"]
     state = next((tail for tail in parts if ".quant_state." in tail), "weight.quant_state")
@@ -419,12 +420,12 @@ def _four_bits(parts: Mapping[str, Entry], rows: int, columns: int) -> tuple[_Pa
 
 
 def _size(value: object) -> int:
-    """How many numbers share a scale; 0 if the value cannot mean it."""
+    """How many numbers share a scale; 0 if the value cannot be such a number."""
     return value if type(value) is int and 0 < value < 1 << 16 else 0
 
 
 def _table(entry: Entry, size: int) -> Tensor:
-    """A tensor of so many numbers."""
+    """A tensor of `size` numbers."""
     _must(_checked(entry, "F32").shape == (size,), entry, f"does not have {size} numbers")
     return _read(entry)[:, 0]
 

@@ -1,6 +1,6 @@
-"""Renders the chat template of a model in another process, within limits (`minikv.models.sandbox`).
+"""Renders a model's chat template in another process, within limits (`minikv.models.sandbox`).
 
-There is one such process. It is started with the first model, while weights are read, and ends with
+There is one such process. It starts with the first model, while weights are read, and ends with
 this process. A template that exceeds a limit ends it; then the next rendering starts another one.
 """
 
@@ -37,7 +37,7 @@ else:
 """
 """Code of the process. With -I, Python does not import from the folders of its environment, nor
 from the current one. So it gets the folders from which this process imports."""
-_WAIT = 60.0  # seconds until the process is killed; its own limit counts processor time only
+_WAIT = 60.0  # seconds until the process is killed; its own limit counts only processor time
 
 
 class TemplateRefusal(Exception):
@@ -52,13 +52,13 @@ class TemplatesUnavailable(ModelError):
     def __init__(self, why: str) -> None:
         super().__init__(
             f"the process that renders chat templates cannot be started: {why}",
-            "it needs jinja2 and a second Python process beside this one",
+            "it needs jinja2 and a second Python process",
         )
 
 
 def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
-    """The text of a template with plain data (strings, numbers, lists, dicts). name: where the
-    template comes from, for messages.
+    """The text of a template rendered with plain data (strings, numbers, lists, dicts). name: the
+    origin of the template, for messages.
 
     Raises TemplateRefusal if the template calls `raise_exception`, CorruptModel if it fails or
     exceeds a limit of time, memory or size, and TemplatesUnavailable.
@@ -81,7 +81,7 @@ def render(source: str, name: str, variables: Mapping[str, Any]) -> str:
 
 @functools.cache
 def process() -> _Process:
-    """The process that renders. It is not started yet."""
+    """The process that renders, not necessarily started."""
     return _Process()
 
 
@@ -95,8 +95,8 @@ class _Process:
         self._end: Callable[[], object] = lambda: None
 
     def start(self) -> None:
-        """Start the process, unless it runs. It is ready about a tenth of a second later. If that
-        fails, the first rendering raises the error."""
+        """Start the process, unless it is running. It is ready about a tenth of a second later. If
+        that fails, the first rendering raises the error."""
         with self._lock, contextlib.suppress(OSError):
             self._start()
 
@@ -129,7 +129,7 @@ class _Process:
             timer.start()
             try:
                 return self._exchange(running, line)
-            except BaseException:  # also Ctrl-C: the next request must not get this one's reply
+            except BaseException:  # also Ctrl-C: the next request must not receive this one's reply
                 running.kill()
                 running.wait()
                 raise
@@ -165,7 +165,7 @@ def _why(status: int) -> str:
         return "it ran for too long"
     if status == -signal.SIGKILL:
         return "it did not end"
-    return "it brought down the process that renders it"
+    return "it crashed the process that renders it"
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:

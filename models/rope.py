@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies of the four scalings, and the table.
+"""Rotary position embedding: frequencies, scalings, and tables.
 
 The layout is half-split, as in Hugging Face: dimension i is paired with i + D/2. Angles, cosines
 and sines are computed in float32 and converted afterwards, because bfloat16 cannot represent all
@@ -23,8 +23,8 @@ class RopeConfig:
     it equals "default"), "llama3" (Llama 3.1), "yarn" (arXiv 2309.00071), or "none": nothing is
     rotated. original: the positions of the pretraining, for llama3, yarn and query_beta.
     attention_factor: multiplies cosine and sine (yarn); None: computed from `factor`. query_beta: a
-    query at position p is multiplied by 1 + query_beta ln(1 + floor(p / original)). factors: by
-    what each frequency is divided, whatever the kind; (): by nothing.
+    query at position p is multiplied by 1 + query_beta ln(1 + floor(p / original)). factors: the
+    divisor of each frequency, whatever the kind; (): none.
     """
 
     theta: float = 10_000.0
@@ -102,9 +102,8 @@ def _yarn_attention(rope: RopeConfig) -> float:
 
 
 class Rotary:
-    """Makes the tables with which queries and keys are rotated. inverse float32 [D/2]: the angle
-    per position, in radians. scale: the factor on cosine and sine. No table of all positions is
-    kept."""
+    """Makes the tables for rotating queries and keys. inverse float32 [D/2]: the angle per
+    position, in radians. scale: the factor on cosine and sine. Stores no table of all positions."""
 
     __slots__ = ("_sign", "_twice", "inverse", "scale")
 
@@ -123,7 +122,7 @@ class Rotary:
         must be 1.
         """
         positions: float | Tensor
-        if count == 1:  # with few operations, because every decode step does this
+        if count == 1:  # few operations, because every decode step does this
             positions = start.to(torch.float32) if isinstance(start, Tensor) else float(start)
         else:
             assert not isinstance(start, Tensor)
@@ -139,9 +138,9 @@ class Rotary:
 
 
 class Rotation:
-    """What a network does with queries and keys because of their positions: `layers` has the
-    `Rotary` of each layer, and layers of equal settings share one. Queries are multiplied by
-    `scale`, and by what `RopeConfig.query_beta` of the first layer says."""
+    """How a network changes queries and keys according to their positions: `layers` has the
+    `Rotary` of each layer, and layers with equal settings share one. Queries are multiplied by
+    `scale`, and by the factor that `RopeConfig.query_beta` of the first layer defines."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
 """Renders chat templates, which are untrusted programs, in a separate process.
 
 `minikv.models.rendering` starts this file and communicates with it through pipes. Jinja's immutable
-sandbox limits what a template can access. The operating system limits what it can use: it ends this
-process after some seconds of processor time, and limits its memory.
+sandbox limits what a template can access. The operating system ends this process after some seconds
+of processor time, and limits its memory.
 
-A request is one line of JSON with the source and the data. The reply is one line of JSON, then as
-many bytes of text as that line says. The end of the input ends the process.
+A request is one line of JSON with the source and the data. The reply is one line of JSON, then the
+number of bytes of text given in that line. The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jinja2.utils import Namespace
 _MEMORY = 384 << 20  # bytes of address space, plus 40 times the size of the request
 _SECONDS = 1.0  # of processor time, plus a second per _BYTES_A_SECOND of the request
 _BYTES_A_SECOND = 16 << 20
-_MESSAGE = 200  # characters of a refusal or an error; a template can make it as long as a document
+_MESSAGE = 200  # characters of a refusal or an error; otherwise as long as a document
 _CHARACTERS = 4 << 20  # of the text, plus 8 times the size of the request; all are tokenised later
 _FILTERS = frozenset(
     """
@@ -69,11 +69,12 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """The environment with everything that a template can access: what published templates use."""
+    """The environment with everything that a template can access: the features that published
+    templates use."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # so that nothing is computed while compiling
+        optimized=False,  # so that nothing is computed during compilation
         extensions=[_Generation, loopcontrols],
         finalize=_finalize,
     )
@@ -90,7 +91,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _text(value: Any) -> str:
-    """The text of `{{ value }}`: for other objects only the name of their type, so no addresses."""
+    """The text of `{{ value }}`. For other objects only the name of their type, so that no address
+    appears."""
     if isinstance(value, (str, Undefined, int, float, list, tuple, dict)) or value is None:
         return str(value)
     return f"<{type(value).__name__}>"
@@ -98,7 +100,7 @@ def _text(value: Any) -> str:
 
 @pass_context
 def _finalize(context: Context, value: Any) -> str:
-    # It takes the context so that Jinja does not call it while compiling.
+    # Because it takes the context, Jinja does not call it during compilation.
     return _text(value)
 
 
@@ -144,7 +146,7 @@ def _date(format: str) -> str:
 
 
 _compiled = functools.lru_cache(1)(_environment().from_string)
-"""Compiles a template, and keeps the last one."""
+"""Compiles a template; caches the last one."""
 
 
 def _rendered(source: str, data: Mapping[str, Any], limit: int) -> dict[str, Any]:

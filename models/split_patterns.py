@@ -1,7 +1,7 @@
-"""How the vocabularies of known families cut a text into words, before they look these up.
+"""How the tokenizers of known families split a text into words, before they look these up.
 
-A file with another pattern than its family's loads and works, but gives some words other ids than
-the model was trained with (Mistral Small 3.1: transformers, pull request 42299).
+A file with a pattern other than its family's loads and works, but gives some words ids other than
+those that the model was trained with (Mistral Small 3.1: transformers, pull request 42299).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tokenizers
 from tokenizers import pre_tokenizers
 
 SAMPLE = "eBay mL NaOH pH don't WE'LL it's x2 1234567 a/b//\n\n\tif (x) {\r\n  y=1;  }\n /é"
-"""A text that every pattern cuts in another way."""
+"""A text that every pattern splits differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """The pattern of a vocabulary. types: the model_type of its models. rows: how many ids they
-    have, with those that others added. known: pieces whose ids no other vocabulary has. whole:
-    whether a word that is a piece is not put together by merges."""
+    have, including those that others added. known: pieces whose ids no other vocabulary has. whole:
+    whether a word that is itself a piece is looked up directly, without merges."""
 
     name: str
     types: tuple[str, ...]
@@ -30,7 +30,7 @@ class Split:
     pattern: str
 
     def cuts(self) -> list[tuple[int, int]]:
-        """Where it cuts `SAMPLE`: (first character, the one after the last) of each part."""
+        """How it splits `SAMPLE`: (first character, the one after the last) of each part."""
         split = pre_tokenizers.Split(tokenizers.Regex(self.pattern), "isolated")
         return [span for _, span in split.pre_tokenize_str(SAMPLE)]
 
@@ -73,8 +73,8 @@ _SPLITS = (
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """How a pre-tokenizer of GGUF cuts: by `patterns`, one after the other. whole: see `Split`.
-    composes: the text is normalised to NFC before."""
+    """How a pre-tokenizer of GGUF splits: by `patterns`, one after the other. whole: see `Split`.
+    composes: the text is first normalised to NFC."""
 
     patterns: tuple[str, ...]
     whole: bool = False
@@ -97,11 +97,11 @@ CUTS: Mapping[str, Cuts] = {
     )
     for name in names.split()
 }
-"""The pre-tokenizers of GGUF, by `tokenizer.ggml.pre`, as llama.cpp has them."""
+"""The pre-tokenizers of GGUF, by `tokenizer.ggml.pre`, as in llama.cpp."""
 
 
 def family_split(kind: str, rows: int, vocab: Mapping[str, int]) -> Split | None:
-    """The family of a model, if it is known, by its model_type, and by the rows of its embedding or
-    its vocabulary."""
+    """The family of a model, if known, according to its model_type and to the rows of its embedding
+    or its vocabulary."""
     ours = (split for split in _SPLITS if kind in split.types)
     return next((split for split in ours if rows in split.rows or split.certain(vocab)), None)

@@ -1,7 +1,7 @@
 """A matrix as a file stores it: plain, or quantised in groups of columns.
 
 A reader of a format makes one `Stored` for each tensor; `models/weights.py` fills the
-network from it. Nothing here holds more than the rows that are asked for.
+network from it. Nothing here holds more than the requested rows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAIRED = 32
 
 
 def paired(codes: Tensor) -> Tensor:
-    """Codes 0 to 15, uint8 [n, in] -> uint8 [n, in / 2]: of each 32 columns, a byte has one of the
+    """Codes 0 to 15, uint8 [n, in] -> uint8 [n, in / 2]: for each 32 columns, a byte has one of the
     first 16 in its lower four bits, and the 16th after it in the upper ones."""
     low, high = codes.view(len(codes), -1, 2, PAIRED // 2).unbind(2)
     return (low | high << 4).flatten(1)
@@ -40,16 +40,16 @@ def apart(pairs: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix in a file, or another tensor of a plain form.
+    """A matrix in a file, or another tensor in plain form.
 
-    name, path, start: the tensor's name and place in the file, for messages and the order of
-    reading. shape: (out, in). size: the bytes that are read for it. form: "plain", "int8" or
-    "int4", the form that loses least. group: how many columns share a scale; None: a whole row.
-    heads: of a query or key matrix, if the file has the rows of each head in rotary pairs: (x0, y0,
+    name, path, start: the tensor's name and offset in the file, for messages and the order of
+    reading. shape: (out, in). size: the bytes to read. form: "plain", "int8" or "int4", the form
+    that loses least. group: how many columns share a scale; None: a whole row. heads: the number of
+    heads of a query or key matrix, if the file has the rows of each head in rotary pairs: (x0, y0,
     x1, y1, ...), here (x0, x1, ..., y0, y1, ...); 0: rows are in order.
 
-    Subclasses say what the rows from `start` to `end` are in the order of the file: `_rows`, and
-    those that can be kept as they are `_steps`.
+    Subclasses implement `_rows`, which returns the rows from `start` to `end` in the order of the
+    file, and, for rows whose codes can be kept, `_steps`.
     """
 
     name: str
@@ -67,14 +67,14 @@ class Stored:
         return self._rows(first, last)[order]
 
     def steps(self, start: int, end: int) -> Steps:
-        """These rows as they are stored; only for int4, and for int8 without a group. Raises
+        """The codes of these rows; only for int4, and for int8 without a group. Raises
         ModelError."""
         first, last, order = self._span(start, end)
         codes, scale, middle = self._steps(first, last)
         return codes[order], scale[order], None if middle is None else middle[order]
 
     def _span(self, start: int, end: int) -> tuple[int, int, Tensor | slice]:
-        """The rows of the file that have these rows, and where among them they are."""
+        """The range of rows in the file that contains these rows, and their indices in it."""
         if not self.heads:
             return start, end, slice(None)
         size = self.shape[0] // self.heads
@@ -91,7 +91,7 @@ class Stored:
 
 def together(forms: Iterable[tuple[str, int | None]]) -> tuple[str, int]:
     """The form of a matrix of several parts, each (form, group), and its group; 0: a whole row. If
-    the forms differ, the one that loses least: plain if a part is, else eight bits."""
+    the forms differ, the one that loses least: plain if any part is plain, otherwise eight bits."""
     forms = list(forms)
     kinds = {form for form, _ in forms}
     form = kinds.pop() if len(kinds) == 1 else "plain" if "plain" in kinds else "int8"
@@ -111,8 +111,7 @@ _LAYER = re.compile(r"model\.layers\.\d+\.")
 
 
 def own_forms(entries: Mapping[str, Stored], tied: bool | None) -> tuple[OwnForm, ...]:
-    """In which forms a checkpoint has the matrices of a network. tied: the head is the
-    embedding."""
+    """The forms of a network's matrices in a checkpoint. tied: the head is the embedding."""
     groups: dict[tuple[str, str], list[tuple[str, int | None]]] = {}
     for name, entry in entries.items():
         layer = match[0] if (match := _LAYER.match(name)) else ""
@@ -120,7 +119,7 @@ def own_forms(entries: Mapping[str, Stored], tied: bool | None) -> tuple[OwnForm
         if slot is None or (tied and slot == "head"):
             continue
         form = entry.form
-        if slot == "embedding":  # single rows are taken of it
+        if slot == "embedding":  # single rows of it are read
             form, slot = form.replace("int4", "int8"), "head" if tied else slot
         groups.setdefault((layer, slot), []).append((form, entry.group))
     found = Counter((slot, *together(forms)) for (_, slot), forms in groups.items())
@@ -128,7 +127,7 @@ def own_forms(entries: Mapping[str, Stored], tied: bool | None) -> tuple[OwnForm
 
 
 class Fused:
-    """Matrices with the same input as one, from the first part's rows on."""
+    """Matrices with the same input as one, beginning with the first part's rows."""
 
     def __init__(self, parts: Sequence[Stored]) -> None:
         self.parts = parts
@@ -157,7 +156,7 @@ class Fused:
         return torch.cat([part.rows(*rows) for part, *rows in self._spans(start, end)])
 
     def _spans(self, start: int, end: int) -> Iterator[tuple[Stored, int, int]]:
-        """The parts that have some of the rows, and which of their rows these are."""
+        """The parts that contain some of these rows, and which of the parts' rows these are."""
         for part in self.parts:
             size = part.shape[0]
             if start < size and end > 0:

@@ -1,4 +1,4 @@
-"""Streaming text: an incremental UTF-8 decoder joins the bytes of each token.
+"""Streams text: an incremental UTF-8 decoder joins the bytes of each token.
 
 Each token takes constant time, and nothing is decoded twice. Any sequence of ids has a defined
 text: ids without bytes (control tokens, rows of lm_head beyond the vocabulary) add nothing, and
@@ -19,8 +19,8 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def byte_level_alphabet() -> dict[str, int]:
     """The byte-level BPE alphabet: the byte that each character means.
 
-    Printable Latin-1 characters mean themselves. The other bytes have the characters from U+0100
-    on, in order (Radford et al., 2019: `bytes_to_unicode` of the GPT-2 release).
+    Printable Latin-1 characters mean themselves. The other bytes are the characters from U+0100 on,
+    in order (Radford et al., 2019: `bytes_to_unicode` of the GPT-2 release).
     """
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in set(plain)]
@@ -31,7 +31,7 @@ def byte_level_alphabet() -> dict[str, int]:
 
 @cache
 def _latin() -> dict[int, int]:
-    """For `str.translate`: byte-level letters become Latin-1, all else does not."""
+    """For `str.translate`: byte-level letters become Latin-1, and all other characters do not."""
     letters = {ord(letter): byte for letter, byte in byte_level_alphabet().items()}
     return {**dict.fromkeys(range(0x100), 0xFFFF), **letters}
 
@@ -40,7 +40,7 @@ def byte_level_bytes(piece: str) -> bytes:
     """The bytes that a piece of a byte-level BPE vocabulary spells."""
     try:
         return piece.translate(_latin()).encode("latin-1")
-    except UnicodeEncodeError:  # an added word, which is in plain text
+    except UnicodeEncodeError:  # an added word, which is plain text
         return piece.encode("utf-8", "replace")
 
 

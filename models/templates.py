@@ -4,7 +4,7 @@ Before the template runs, everything in a message that spells a control token, o
 at its edges, is replaced by a placeholder with a random name. The rendered text is then split at
 its control tokens, which are all genuine. The texts between them are restored and encoded as plain
 text. At the end, the control ids must equal those of the same chat with neutral messages, and both
-chats must hold all of what the user said.
+chats must contain everything that the user said.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from minikv.models.vocabulary import ADDED_LENGTH, TokenSearch
 Role = Literal["system", "user", "assistant"]
 
 _NEUTRAL = 0xF0000
-"""The first of the private-use characters that stand for the messages of a neutral chat: two for
+"""The first of the private-use characters that represent the messages of a neutral chat, two for
 each. They have no case, and are not white space."""
-_ANSWER = chr(0x10FFFD)  # stands for an answer that is not yet written
-_THOUGHTS = chr(0x10FFFC)  # stands for the thoughts of a neutral chat
+_ANSWER = chr(0x10FFFD)  # represents an answer that is not written yet
+_THOUGHTS = chr(0x10FFFC)  # represents the thoughts of a neutral chat
 _MARK = re.compile(r"<<?[^<>\s]+>>?|\[[^\[\]\s]+\]")
 _LABEL = re.compile(r"(#+ *[^\n#]{1,40}|(?:^|(?<=\n))[^\n]{1,40}:|[^\s:]+:)\s*$")
-"""What a turn marker looks like if it is plain text: `[INST]`, `<|user|>`, `### Response:` or
-`USER:`, the last two in front of a message."""
-_MARKERS, _NEAR = 64, 80  # how many are looked for, and characters before a message for a label
+"""The pattern of turn markers in plain text: `[INST]`, `<|user|>`, `### Response:` or `USER:`, the
+last two before a message."""
+_MARKERS, _NEAR = 64, 80  # the most markers; characters before a message that may hold a label
 
 _REASONING = re.compile(
     r"[<\[\u25c1]\|?/\|?(\w+:)?(think|thinking|thoughts?|reason|reasoning|reflection)\|?[>\]\u25b7]"
@@ -50,7 +50,7 @@ _WHICH = {"user": "a question", "system": "the system prompt", "assistant": "an 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a conversation. thoughts: those before the answer that `content` is."""
+    """One message of a conversation. thoughts: those that precede the answer `content`."""
 
     role: Role
     content: str
@@ -58,7 +58,7 @@ class Message:
 
 
 class ChatTemplate:
-    """The chat format of one model. name: where it comes from, for messages. tags: around the
+    """The chat format of one model. name: its origin, for messages. tags: the tags around the
     model's thoughts; None if it has none."""
 
     def __init__(
@@ -72,11 +72,11 @@ class ChatTemplate:
         self.name = name
         self._tokenizer = tokenizer
         self._source = source
-        # Only a template that names the end of the reasoning takes it out.
+        # Only a template that names the end of the reasoning can remove it.
         self._reasoning = frozenset(match[0] for match in _REASONING.finditer(source))
         self._parts: frozenset[Role] = frozenset()  # whose contents are lists of parts
         self._folds = False
-        self._tail: list[Message] = []  # what a conversation needs to have the header of an answer
+        self._tail: list[Message] = []  # added so that the template writes the header of an answer
         self._notes = tuple(notes)
         self.tags = ThoughtTags.of(source, tokenizer)
         self._markers = TokenSearch(self._learn())
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, path: Path | str, tokenizer: Tokenizer) -> ChatTemplate:
-        """The folder's own template, else a built-in one, else plain completion.
+        """The folder's own template, or a built-in one, or plain completion.
 
         Looks in chat_template.jinja, tokenizer_config.json (a string, or several with a "default")
         and chat_template.json. Raises CorruptModel (damaged, failing or too costly) or
@@ -94,8 +94,8 @@ class ChatTemplate:
 
     @classmethod
     def chosen(cls, own: tuple[str, str] | None, tokenizer: Tokenizer, path: Path) -> ChatTemplate:
-        """The model's own template (source, name), else a built-in one, else plain completion.
-        path: of the model."""
+        """The model's own template (source, name), or a built-in one, or plain completion. path:
+        the model's."""
         if own is not None:
             return cls(*own, tokenizer)
         why = f"no default chat template in the {'file' if path.is_file() else 'folder'}"
@@ -149,11 +149,11 @@ class ChatTemplate:
 
     def markers(self, text: str) -> int:
         """How often a text spells a turn marker that is plain text for this model, such as Llama
-        2's [INST]. The model cannot tell these from real ones."""
+        2's [INST]. The model cannot distinguish these from real ones."""
         return sum(1 for _ in self._markers.find(text))
 
     def lost(self, text: str) -> int:
-        """How many characters of a text this model does not get: see `Tokenizer.lost`."""
+        """How many characters of a text do not reach this model: see `Tokenizer.lost`."""
         return self._tokenizer.lost(text)
 
     def _compose(self, messages: Sequence[Message], follow: bool) -> list[int]:
@@ -180,14 +180,15 @@ class ChatTemplate:
         plain: str,
         follow: bool,
     ) -> None:
-        """Raise UnsupportedModel if a message is not whole in the text of the template, which may
-        change only its case and its white space, and take the reasoning out of an answer. The
-        neutral chat, whose messages are in no other text, shows that each is there, and in which
-        order; the real one that nothing of it is missing."""
+        """Raise UnsupportedModel if the template's text does not contain every whole message. A
+        template may only change case and white space, and remove the reasoning from an answer. The
+        neutral chat, whose messages cannot occur by chance, shows that each is there and in order;
+        the real chat shows that no part is missing."""
         checked, near = [], 0
         for message, sign in list(zip(messages, neutral, strict=True))[-1 if follow else 0 :]:
             if content := message.content.strip():
-                # Each is usually after the one before it, so a long text is searched once.
+                # Each message usually follows the previous one, so a long text is searched only
+                # once.
                 found = plain.find(sign.content, near)
                 found = found if found >= 0 else plain.find(sign.content)
                 near = max(near, found)
@@ -200,12 +201,12 @@ class ChatTemplate:
         if missing is not None:
             raise UnsupportedModel(
                 f"{self.name} leaves out {_WHICH[missing]}, or a part of it",
-                "what you say would not reach the model whole: it needs another chat template",
+                "the model would not receive all that you say: it needs another chat template",
             )
 
     def _forms(self, role: Role, content: str) -> list[str]:
-        """What of a message must be in the text: all of it, perhaps as JSON; of an answer, at least
-        what follows its reasoning."""
+        """The possible forms of a message in the text: all of it, perhaps as JSON; for an answer,
+        at least the part after its reasoning."""
         forms = [content, json.dumps(content, ensure_ascii=False)[1:-1]]
         if role == "assistant":
             ends = [content.rfind(end) + len(end) for end in self._reasoning if end in content]
@@ -213,8 +214,8 @@ class ChatTemplate:
         return [_loose(form) for form in forms]
 
     def _prepared(self, messages: Sequence[Message]) -> list[Message]:
-        """Well-formed messages. If the template takes no system message, it is put before the next
-        user message."""
+        """Well-formed messages. If the template takes no system message, it is put at the beginning
+        of the next user message."""
         if not messages or messages[-1].role != "user":
             raise ValueError("a conversation ends with a user message")
         clean = [Message(m.role, *map(well_formed, (m.content, m.thoughts))) for m in messages]
@@ -275,11 +276,11 @@ class ChatTemplate:
         return [{"type": "text", "text": text}] if message.role in self._parts else text
 
     def _learn(self) -> list[str]:
-        """Find out how the template takes messages: whose contents are lists of parts, whether it
-        drops system messages, and whether the text before an answer is only written with one.
-        Returns the turn markers that it writes as plain text.
+        """Find out how the template takes messages: whose contents must be lists of parts, whether
+        it drops system messages, and whether it writes the header of an answer only together with
+        an answer. Returns the turn markers that it writes as plain text.
 
-        Raises CorruptModel or UnsupportedModel if it fails or refuses for a question alone.
+        Raises CorruptModel or UnsupportedModel if it fails for a single question or refuses it.
         """
         system, user, answer, more = _neutral(
             [Message(role, "x") for role in ("system", "user", "assistant", "user")]
@@ -317,10 +318,10 @@ class ChatTemplate:
         next_turn = longer.partition(answer)[2].partition(more)[0] if longer else ""
         texts = [(text, tail) for text, tail in ((closed, []), (longer, [chat[2]])) if text]
         fronts = [text.partition(answer)[0].rpartition(user)[2] for text, _ in texts]
-        # What is also in front of a question is no header of an answer.
+        # Text that also precedes a question is not the header of an answer.
         shared = max((_alike(front, next_turn) for front in fronts), default=0)
         if end != bare and any(_alike(end, front) > shared for front in fronts):
-            return  # it asks for an answer
+            return  # it prompts for an answer
         for front, (_, tail) in zip(fronts, texts, strict=True):
             if front.startswith(end) and front.rstrip() != end:
                 self._tail = [Message("assistant", _ANSWER), *tail]
@@ -335,7 +336,8 @@ class ChatTemplate:
 
     def _probe(self, messages: Sequence[Message], role: Role, needed: bool = False) -> str | None:
         """The text of a neutral chat. The contents of `role` become lists of parts if the template
-        takes them only so; None if it takes neither. needed: then raise the first error."""
+        takes only these; None if it takes neither form. needed: raise the first error instead of
+        returning None."""
         given, errors = self._parts, []
         for parts in (given, given | {role}):
             self._parts = parts
@@ -358,7 +360,7 @@ class ChatTemplate:
             for _, segment in self._tokenizer.split(text):
                 parts = re.split(f"[{chr(_NEUTRAL)}-{chr(_NEUTRAL + 9)}]+", segment)
                 if len(parts) == 1:
-                    continue  # between two control tokens, where no message is
+                    continue  # between two control tokens, without a message
                 for part in parts:
                     found.update(dict.fromkeys(_MARK.findall(part)))
                 for part in parts[:-1]:
@@ -368,8 +370,8 @@ class ChatTemplate:
 
 
 def _neutral(messages: Sequence[Message]) -> list[Message]:
-    """The messages with two characters of their own instead of their contents. A template that
-    tests for an empty message must find the same ones."""
+    """The messages with two unique characters instead of their contents. Empty messages stay empty,
+    because a template may test for them."""
     made = []
     for n, message in enumerate(messages):
         first = _NEUTRAL + 2 * n % 0x10000
@@ -387,13 +389,14 @@ def _alike(one: str, other: str) -> int:
 
 
 def _absent(text: str, messages: Iterable[tuple[Role, list[str]]]) -> Role | None:
-    """The role of the first message of which no form follows the one before it; None if all
-    are there."""
+    """The role of the first message without any form after the previous message; None if all are
+    there."""
     at = 0
     for role, forms in messages:
         end = -1
         for form in forms:
-            # The one that ends first leaves most for the next: a question may repeat an answer.
+            # The form that ends first leaves most text for the next message: a question may repeat
+            # an answer.
             found = text.find(form, at, end if end >= 0 else None)
             end = found + len(form) if found >= 0 else end
         if end < 0:
@@ -403,8 +406,8 @@ def _absent(text: str, messages: Iterable[tuple[Role, list[str]]]) -> Role | Non
 
 
 def _loose(text: str) -> str:
-    """A text without what templates may change of a message: its case, and how much white space
-    is between two words."""
+    """A text reduced to what templates must preserve: without case, and with single spaces between
+    words."""
     return " ".join(text.split()).casefold()
 
 
@@ -466,10 +469,11 @@ class _Shield:
 
 
 def _begun(texts: Sequence[str], text: str) -> int:
-    """How many of the last characters of `text` begin one of the sorted texts, which is longer."""
+    """How many of the last characters of `text` are the beginning of one of the sorted, longer
+    texts."""
     for n in range(len(text), 0, -1):
         end = text[-n:]
-        # Those that begin so are next to each other, and `end` itself would be before them.
+        # Texts with this beginning are adjacent, and `end` itself would be before them.
         at = bisect_right(texts, end)
         if at < len(texts) and texts[at].startswith(end):
             return n
@@ -494,7 +498,7 @@ def _own_template(folder: Path) -> tuple[str, str] | None:
             found = found.get("default")
         if isinstance(found, str):
             if len(found) > SOURCE_LIMIT:
-                found = ""  # the error holds this frame
+                found = ""  # the error keeps this frame alive
                 raise CorruptModel(f"{name}: chat_template is larger than {SOURCE_LIMIT >> 10} KiB")
             return found, name
         if found is not None:

@@ -1,8 +1,8 @@
 """The tags between which a model writes its thoughts before it answers.
 
-`TAGS` lists all that there are: R1-Distill, Qwen3 and SmolLM3 have the first pair, Magistral the
-second. A model has a pair if its chat template names the closing tag, or if both are control tokens
-of its vocabulary.
+`TAGS` lists all pairs: R1-Distill, Qwen3 and SmolLM3 use the first, Magistral the second. A model
+has a pair if its chat template contains the closing tag, or if both are control tokens of its
+vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from minikv.models.tokenizer import Tokenizer
 
 TAGS = (("<think>\n", "\n</think>\n\n"), ("[THINK]", "[/THINK]"))
 """Each pair with the line ends around it, as these models write them."""
-_TAIL = 12  # tokens at the end of a prompt in which an opening tag is looked for
+_TAIL = 12  # how many tokens at the end of a prompt are searched for an opening tag
 
 
 @dataclass(frozen=True, slots=True)
 class ThoughtTags:
-    """One pair. begin, end: the tags alone. unseen: those that are control tokens whose text the
-    tokenizer does not give, by id. ending: the tokens that end a thought. forgets: the template
-    leaves the thoughts of earlier turns out."""
+    """One pair. begin, end: the tags alone. unseen: tags that are control tokens without text in
+    the tokenizer, by id. ending: the tokens that end a thought. forgets: the template leaves out
+    the thoughts of earlier turns."""
 
     begin: str
     end: str
@@ -33,8 +33,7 @@ class ThoughtTags:
 
     @classmethod
     def of(cls, source: str, tokenizer: Tokenizer) -> ThoughtTags | None:
-        """The pair of a model with this template; None if it has none. It says that the template
-        does not forget."""
+        """The pair of a model with this template; None if it has none. `forgets` is False in it."""
         for pair in TAGS:
             begin, end = (tag.strip() for tag in pair)
             if end in source or {begin, end} <= tokenizer.control.keys():
@@ -49,7 +48,7 @@ class ThoughtTags:
     def opened(self, ids: Sequence[int]) -> bool:
         """Whether the prompt of these ids ends with the opening tag."""
         text = self._tokenizer.decode
-        # A control token without text is between what a user typed and the end.
+        # A control token without text is between the user's text and the end.
         tail = (self.unseen.get(id) or text([id]) or "\0" for id in ids[-_TAIL:])
         return "".join(tail).rstrip().endswith(self.begin)
 

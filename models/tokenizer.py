@@ -1,8 +1,8 @@
 """Turns text into ids and back. No text can produce a control token.
 
 `encode` never returns a control id, whatever the text spells. Control ids come only from `split`,
-which is for text that minikv or a chat template wrote. Lone surrogates, which Python makes of typed
-bytes that it cannot decode, are replaced by U+FFFD.
+which is for text that minikv or a chat template wrote. Lone surrogates, into which Python turns
+typed bytes that it cannot decode, are replaced with U+FFFD.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _USUAL = {"bos_token": ("<s>", "<|begin_of_text|>", "<|bos|>"), "eos_token": ("<
 
 
 class Tokenizer:
-    """One model's vocabulary, and what the files of its folder say about it.
+    """One model's vocabulary, and the settings for it in the model's folder.
 
     vocab: the number of ids. control: control tokens, string to id. search: finds control tokens in
     a text. stop_ids: ids that end an answer, from all sources. bos: the id of the BOS token, or
     None. named: the special strings that a chat template may use (`bos_token`, `eos_token`, ...).
     prefix: see `vocabulary.Prefix`. start: the string with which a text without chat format begins:
-    BOS or "". version: of a tokenizer of Mistral ("v3"), if its file says it. notes: messages for
-    the user.
+    BOS or "". version: that of a Mistral tokenizer ("v3"), if its file states it. notes: messages
+    for the user.
 
     extra and words: control tokens and other added tokens that the vocabulary lacks. Words have
-    text, and no text gives their ids.
+    text, but no text is encoded to their ids.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Tokenizer:
             listed = source.get("additional_special_tokens")
             special.update(filter(None, map(_content, listed if isinstance(listed, list) else ())))
         extra = {text for text in declared if text in special or is_marker(text)}
-        # Those that are in the vocabulary become added tokens, too.
+        # Those in the vocabulary become added tokens too.
         check_added(special | extra, "the tokenizer")
         version = ""
         vocabulary: Vocabulary
@@ -135,7 +135,7 @@ class Tokenizer:
             vocabulary = JsonVocabulary(read_json(file), file.name, names, family, rows)
         elif (model := _sentencepiece_file(folder)) is not None:
             file = model
-            # transformers writes "legacy": false when a text after a control token gets no space.
+            # "legacy": false means in transformers that a text after a control token gets no space.
             prefix: Prefix = "first" if config.get("legacy") is False else "every"
             vocabulary = pieces = PieceVocabulary.from_file(model, prefix)
             version = model.suffix[1:].partition("m")[0]  # v7m1 is v7, with images
@@ -188,7 +188,7 @@ class Tokenizer:
 
         place: where the text is: at the "start", "after" a control token, or "inside" a text. This
         decides whether a sentencepiece-style vocabulary puts a space in front. Raises
-        UnsupportedModel if the vocabulary makes control tokens of the text in any case.
+        UnsupportedModel if the vocabulary cannot encode the text without control tokens.
         """
         text = well_formed(text)
         if not text:
@@ -196,8 +196,8 @@ class Tokenizer:
         ids = self._vocabulary.encode(text, place)
         if self._forbidden.isdisjoint(ids):
             return ids
-        # A vocabulary that looks whole words up in its table also finds control strings there.
-        # Divide each of these strings in two, and encode the parts separately.
+        # A vocabulary that looks up whole words also finds control strings. Divide each of these
+        # strings in two, and encode the parts separately.
         ids, at = [], 0
         cuts = [start + 1 for start, _ in self.search.find(text)]
         for cut in [*cuts, len(text)]:
@@ -208,8 +208,7 @@ class Tokenizer:
         return ids
 
     def joined(self, segments: Iterable[tuple[int | None, str]], place: Place) -> list[int]:
-        """The ids of what `split` returns, or of the same with other texts. place: of the first
-        text."""
+        """The ids of the result of `split`, perhaps with other texts. place: of the first text."""
         ids: list[int] = []
         for id, text in segments:
             if id is not None:
@@ -219,18 +218,18 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids. Control tokens that a file calls special have none, nor have ids outside
-        of the vocabulary."""
+        """The text of ids. Control tokens that a file calls special and ids outside the vocabulary
+        have none."""
         return text_of(ids, self._pieces, self._vocabulary.drop_space)
 
     def stream(self) -> TextStream:
-        """A decoder for ids that arrive one by one. Its pieces together are `decode` of all ids."""
+        """A decoder for ids that arrive one by one. The pieces joined are `decode` of all ids."""
         return TextStream(self._pieces, self._vocabulary.drop_space)
 
     def sentence_ends(self, ids: Sequence[int]) -> list[bool]:
-        """Whether a sentence ends with each token: with `.`, `!` or `?` before white space, also
-        with quotes or brackets between, with a full stop of Chinese or Japanese, with a paragraph
-        (a line alone does not count), or with a token that has no text."""
+        """For each token, whether a sentence ends with it: with `.`, `!` or `?` before white space
+        (quotes or brackets may come between), with a Chinese or Japanese full stop, with a
+        paragraph (not a single line end), or with a token without text."""
         known, size = self._sentence_marks, len(self._pieces)
         for id in {*ids}.difference(known):
             known[id] = _marks(self._pieces[id] if 0 <= id < size else b"")
@@ -244,8 +243,8 @@ class Tokenizer:
         return found
 
     def lost(self, text: str) -> int:
-        """How many characters of a text the ids do not hold: the vocabulary cannot spell them, or
-        the tokenizer replaces them by others."""
+        """How many characters of a text the ids lose: the vocabulary cannot spell them, or the
+        tokenizer replaces them with others."""
         if not self._loses:
             return 0
         text = well_formed(text)
@@ -259,8 +258,8 @@ class Tokenizer:
         """Split trusted text into [(control id, the plain text after it), ...].
 
         The first pair has None instead of an id, and the text before any control token. Control
-        strings are found from the left, the longest first. They absorb the white space around them
-        that their file says, as in the tokenizers library.
+        strings are found from the left, the longest first. They absorb white space around them
+        according to their file, as in the tokenizers library.
         """
         found: list[tuple[int | None, str]] = []
         id: int | None = None
@@ -295,7 +294,7 @@ def well_formed(text: str) -> str:
 
 
 def _marks(piece: bytes) -> int:
-    """What a token says of where a sentence ends: some of the marks above."""
+    """The marks above that apply to a token."""
     if not piece or piece.endswith(_WIDE_STOPS) or _PARAGRAPH.search(piece):
         return _ENDS_ALWAYS | _SPACE_BEFORE * piece[:1].isspace()
     marks = (
@@ -314,19 +313,19 @@ def _joins_word(text: str, start: int, end: int) -> bool:
 
 
 def _content(entry: Any) -> str | None:
-    """The string of a special token in a configuration file, which is a string, or an object with a
-    "content"; None for anything else."""
+    """The string of a special token in a configuration file: a string, or an object's "content";
+    None for anything else."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) and text else None
 
 
 _Declared = tuple[int, str]
-"""The id of an added token, and the file that says so."""
+"""The id of an added token, and the file that states it."""
 
 
 def _declared(folder: Path, config: Mapping[str, Any]) -> tuple[dict[str, _Declared], set[str]]:
     """The tokens that `added_tokens.json` or `tokenizer_config.json` add to a vocabulary, and those
-    that are called special. Raises CorruptModel for an impossible id, and for two different ids."""
+    that they call special. Raises CorruptModel for an impossible id, and for two different ids."""
     file, decoder = folder / "added_tokens.json", config.get("added_tokens_decoder")
     listed = [*(read_json(file) if file.exists() else {}).items()]
     entries = decoder if isinstance(decoder, dict) else {}

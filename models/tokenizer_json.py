@@ -1,5 +1,5 @@
-"""Reads `tokenizer.json` with the tokenizers library, such that control tokens are never found in a
-text."""
+"""Reads `tokenizer.json` with the tokenizers library, so that a text never produces control
+tokens."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from minikv.models.vocabulary import (
 
 _PARTS = 64  # most parts of a normalizer, pre-tokenizer or decoder; published ones have up to ten
 _WRITTEN = 1024  # most characters that a part may write at a time
-_GROWTH = 128  # most times as long as before that a text may become
+_GROWTH = 128  # the most times that a text may grow
 _GROWS = {"ByteLevel": 4.0, "NFC": 3.0, "NFD": 4.0, "NFKC": 18.0, "NFKD": 18.0}
-"""How many times as long each of these parts can make a text: ByteLevel one character per byte, the
-others by Unicode."""
+"""The factor by which each of these parts can lengthen a text: ByteLevel writes one character per
+byte, the others follow Unicode."""
 _PROBES = ("A b\n", "\u00e9\ufb01 \u4e2d\u6587 \U0001f600", " " * 100 + "a" * 2000)
 _BPE_OPTIONS = """
 dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges
 """.split()
-_VERSION = "#version"  # how the first line of a file of merges begins
+_VERSION = "#version"  # the beginning of the first line of a merges file
 _ADDED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
 Added = tuple[str, int, bool]
 """A control or added token: its text, its id, and whether the text is not shown."""
@@ -53,7 +53,8 @@ def byte_level(
     whole: bool = False,
     composes: bool = False,
 ) -> dict[str, Any]:
-    """What a `tokenizer.json` says of a byte-level vocabulary: the argument of `JsonVocabulary`.
+    """The content of a `tokenizer.json` for a byte-level vocabulary: the argument of
+    `JsonVocabulary`.
 
     vocab: pieces in the byte-level alphabet, with their ids. merges: pairs of pieces, or both with
     a space between them. patterns, whole, composes: see `split_patterns.Cuts`.
@@ -76,7 +77,8 @@ def pieces_of_words(
     unknown: str | None,
     prefix: bool,
 ) -> dict[str, Any]:
-    """The same of a vocabulary of sentencepiece. prefix: whether a text gets a space in front."""
+    """Like `byte_level`, for a sentencepiece vocabulary. prefix: whether a text gets a space in
+    front."""
     space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
     first = [{"type": "Prepend", "prepend": "\u2581"}] if prefix else []
     back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
@@ -97,7 +99,7 @@ def _listed(added: Iterable[Added]) -> list[dict[str, Any]]:
 
 
 def joined(pieces: Iterable[str], vocab: Mapping[str, int]) -> Iterator[list[str]]:
-    """A merge for each way to make a piece of two others, in the order of the pieces."""
+    """A merge for each way to form a piece from two others, in the order of the pieces."""
     for piece in pieces:
         for at in range(1, len(piece)):
             if piece[:at] in vocab and piece[at:] in vocab:
@@ -106,11 +108,11 @@ def joined(pieces: Iterable[str], vocab: Mapping[str, int]) -> Iterator[list[str
 
 class JsonVocabulary:
     """The content of a `tokenizer.json`, as a dictionary. named: strings that the folder's other
-    files add, or call special. family and rows: the model's model_type, and the rows of its
+    files add or call special. family and rows: the model's model_type, and the rows of its
     embedding.
 
-    A file that does not fit its own vocabulary is read as that asks for, with a note. Raises
-    CorruptModel, and UnsupportedModel if no right way to read it is known."""
+    If a file does not fit its own vocabulary, it is read in the way that the vocabulary needs, with
+    a note. Raises CorruptModel, and UnsupportedModel if no right way to read it is known."""
 
     def __init__(
         self,
@@ -183,16 +185,16 @@ class JsonVocabulary:
         if split is not None and ("ByteLevel" not in kinds or _cuts(data) != split.cuts()):
             said = f"the tokenizer does not cut texts as {split.name} vocabularies do"
             if split.certain(vocab):
-                self.notes += (f"{said}, though its vocabulary is one: minikv cuts them so",)
+                self.notes += (f"{said}, though its vocabulary is one: minikv does",)
                 fitting = byte_level(vocab, model["merges"], [split.pattern], whole=split.whole)
                 return {**fitting, "added_tokens": data["added_tokens"]}
-            self.notes += (f"{said}: words get other ids than the model was trained with",)
+            self.notes += (f"{said}: some words get ids that the model was not trained with",)
         if "ByteLevel" in kinds or not _spells_bytes(vocab, added):
             return data
         if "Split" not in kinds or kinds - {"Split", "Digits", "NFC"}:
             by = quote(" and ".join(sorted(kinds)) or "no pre-tokenizer")[1:-1]
             raise self._unfit(f"reads texts with {by}, and its vocabulary spells bytes")
-        self.notes += (f"{self._name} leaves out that its vocabulary spells bytes: it is read so",)
+        self.notes += (f"{self._name} omits that its vocabulary spells bytes: minikv adds that",)
         cutters = [*_components(data["pre_tokenizer"]), _BYTES]
         return {**data, "pre_tokenizer": {"type": "Sequence", "pretokenizers": cutters}}
 
@@ -207,9 +209,9 @@ class JsonVocabulary:
         return not is_marker(text) and self.encode(text, "inside") == [self._ids[text]]
 
     def _variant(self, data: dict[str, Any], first_only: bool) -> tokenizers.Tokenizer:
-        """The same vocabulary for texts that are not at the start of everything. first_only: for
-        texts after a control token, so only a prefix of the very first text is removed; otherwise
-        for texts inside a text, without any prefix."""
+        """The same vocabulary for texts that are not at the very start. first_only: for texts after
+        a control token, which removes only a prefix that is meant for the very first text;
+        otherwise for texts inside a text, which removes every prefix."""
         bare = copy.deepcopy({key: data[key] for key in ("normalizer", "pre_tokenizer")})
         if not first_only:
             bare["normalizer"] = _without_prepend(bare["normalizer"])
@@ -223,8 +225,8 @@ class JsonVocabulary:
         return _backend({**data, **bare}, self._model)
 
     def _choose_table(self, data: dict[str, Any], added: frozenset[str]) -> None:
-        """Set `pieces` and `drop_space` as the decoder says. If that does not write what was read,
-        and the way in which the pieces are spelled writes more of it, as that says."""
+        """Set `pieces` and `drop_space` according to the decoder, or according to the spelling of
+        the pieces if that restores more of a text."""
         decoders = list(_components(data.get("decoder")))
         kinds = {part["type"] for part in decoders}
         unsupported = kinds - {"ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
@@ -282,8 +284,8 @@ def _plain(piece: str) -> bytes:
 
 
 def _spells_bytes(vocab: Mapping[str, int], added: frozenset[str]) -> bool:
-    """Whether this is a byte-level vocabulary, which may lack rare bytes. added: pieces that are
-    plain text."""
+    """Whether this is a byte-level vocabulary, which may lack rare bytes. added: pieces in plain
+    text."""
     letters = byte_level_alphabet().keys()
     return len(letters & vocab.keys()) > 128 and not any(
         set(piece) - letters for piece in vocab.keys() - added
@@ -303,7 +305,7 @@ def _model(model: dict[str, Any]) -> tokenizers.models.Model:
             json.dumps({"model": model})
         ).model
         return made
-    # Directly, because the library takes twice as long to read the JSON of it.
+    # Directly, because the library takes twice as long to read JSON.
     merges = model["merges"]
     if merges and isinstance(merges[0], str):
         merges = (line.split(" ") for line in merges if not line.startswith(_VERSION))
@@ -314,8 +316,8 @@ def _model(model: dict[str, Any]) -> tokenizers.models.Model:
 def _backend(
     data: dict[str, Any], model: tokenizers.models.Model | None = None
 ) -> tokenizers.Tokenizer:
-    """The library's tokenizer for the content of a file, with this model in place of the file's.
-    The added tokens have the ids of the file: the library itself would number those that the model
+    """The library's tokenizer for the content of a file, with this model instead of the file's. The
+    added tokens have the ids of the file: the library itself would number those that the model
     lacks from its size on."""
     added = {token["content"]: token["id"] for token in data.get("added_tokens", ())}
     words = {"type": "WordLevel", "vocab": added, "unk_token": ""}
@@ -351,8 +353,8 @@ def _prepared(data: dict[str, Any], named: frozenset[str]) -> dict[str, Any]:
 
 
 def _ids(data: dict[str, Any], backend: tokenizers.Tokenizer, name: str) -> dict[str, int]:
-    """All pieces and added tokens. Raises CorruptModel if the file gives two ids to an added token,
-    or that of a piece."""
+    """All pieces and added tokens. Raises CorruptModel if the file gives an added token two ids, or
+    the id of a piece."""
     vocab = data["model"].get("vocab")
     ids = {**vocab} if isinstance(vocab, dict) else backend.get_vocab(with_added_tokens=False)
     if not {bool}.isdisjoint(map(type, ids.values())):
@@ -375,7 +377,7 @@ def _misplaced(name: str, text: str, id: int, why: str) -> CorruptModel:
 
 
 def _unknown(model: dict[str, Any], ids: dict[str, int]) -> int | None:
-    """The id of what the vocabulary cannot spell: Unigram names it by its place, the others by its
+    """The id for text that the vocabulary cannot spell: Unigram gives its index, the others its
     string."""
     found = model.get("unk_id") if model.get("type") == "Unigram" else model.get("unk_token")
     return found if isinstance(found, int) else ids.get(found) if isinstance(found, str) else None
@@ -422,7 +424,7 @@ def _check_growth(data: dict[str, Any], name: str) -> None:
 
 def _check_merges(model: dict[str, Any], name: str) -> None:
     """Raise CorruptModel if the second piece of a merge does not begin with the continuing prefix.
-    The library removes as many bytes without a check, and aborts the process if that cuts a
+    The library removes that many bytes without a check, and aborts the process if that splits a
     character."""
     prefix = model.get("continuing_subword_prefix")
     if not prefix:
@@ -436,9 +438,9 @@ def _check_merges(model: dict[str, Any], name: str) -> None:
 
 
 def _longest_target(charsmap: str) -> float:
-    """The most characters that a sentencepiece character map writes for one character. The data is
-    the length of a table, the table, and then all texts that the map writes, each with a zero byte
-    at its end."""
+    """The most characters that a sentencepiece character map writes for one character. The data
+    consists of the length of a table, the table, and all texts that the map writes, each followed
+    by a zero byte."""
     try:
         data = base64.b64decode(charsmap, validate=True)
     except binascii.Error:
@@ -458,7 +460,7 @@ def _scheme(metaspace: dict[str, Any]) -> str:
 
 
 def _space(decoder: dict[str, Any]) -> str:
-    """What a decoder replaces by a space; "" if it does not."""
+    """The text that a decoder replaces with a space; "" if there is none."""
     if decoder["type"] == "Replace" and decoder.get("content") == " ":
         pattern = decoder["pattern"]
         return str(pattern.get("String", "")) if isinstance(pattern, dict) else str(pattern)

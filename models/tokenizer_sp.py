@@ -1,10 +1,10 @@
-"""Reads `tokenizer.model` with sentencepiece, such that no text can produce a control token.
+"""Reads `tokenizer.model` with sentencepiece, so that no text can produce a control token.
 
-Control pieces never come from a text. User-defined pieces can. So those that look like control
-tokens (`<|im_start|>`, but also the `[REFERENCE_DOC_n]` of Mistral v3) are changed to control
-pieces in the bytes of the file, before sentencepiece parses it. A text that spells one then becomes
-ordinary pieces. This is the only difference from the vendor's ids. If the model writes one, it has
-its text, as with the vendor.
+A text never produces control pieces, but it can produce user-defined pieces. So those that look
+like control tokens (`<|im_start|>`, but also the `[REFERENCE_DOC_n]` of Mistral v3) are changed to
+control pieces in the bytes of the file, before sentencepiece parses it. A text that spells one then
+becomes ordinary pieces. This is the only difference from the vendor's ids. If the model writes such
+a piece, its text appears, as with the vendor.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PieceVocabulary:
 
     def find(self, piece: str) -> int | None:
         """The id of a piece; None if the vocabulary has no such piece."""
-        known = piece.encode("utf-8", "replace").decode()  # the library takes no lone surrogate
+        known = piece.encode("utf-8", "replace").decode()  # the library accepts no lone surrogates
         id = int(self._model.piece_to_id(known))
         return id if self._model.id_to_piece(id) == piece else None
 
@@ -107,14 +107,15 @@ def _piece(model: sentencepiece.SentencePieceProcessor, id: int) -> str | None:
 
 
 def _is_tiktoken(data: bytes) -> bool:
-    """Whether the file has lines of base64 and a rank, as Llama-3's original `tokenizer.model`."""
+    """Whether the file has lines of base64 and a rank, like Llama-3's original
+    `tokenizer.model`."""
     token, _, rank = data[:200].split(b"\n")[0].partition(b" ")
     return bool(token) and rank.strip().isdigit() and all(32 < byte < 127 for byte in token)
 
 
 def _shield_markers(data: bytes) -> tuple[bytes, list[int]]:
-    """The file's bytes, in which user-defined pieces that look like control tokens are changed to
-    control pieces, and the ids of these."""
+    """The file's bytes with user-defined pieces that look like control tokens changed to control
+    pieces, and the ids of these pieces."""
     patched = bytearray(data)
     changed = []
     id = -1

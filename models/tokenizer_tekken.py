@@ -1,8 +1,8 @@
-"""Reads Mistral's `tekken.json`: ranks of byte sequences, as tiktoken has them, and a pattern.
+"""Reads Mistral's `tekken.json`: ranks of byte sequences, as in tiktoken, and a pattern.
 
-Of all pairs of neighbours that make a piece, tiktoken joins the one whose piece has the lowest
-rank. So a vocabulary of the tokenizers library with a merge for each division of each piece, by the
-rank of the piece, gives the same ids. Source: `Tekkenizer` of mistral_common.
+Of all neighbouring pairs that form a piece, tiktoken joins the one whose piece has the lowest rank.
+So a vocabulary of the tokenizers library with a merge for each division of each piece, ordered by
+the rank of the piece, gives the same ids. Source: `Tekkenizer` of mistral_common.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from minikv.models.tokenizer_json import Added, JsonVocabulary, byte_level, join
 from minikv.models.vocabulary import ADDED_TOKENS, LARGEST_ID, is_marker, library_errors
 
 _LONGEST, _BYTES, _MERGES = 256, 2 << 20, 1_000_000
-"""The most bytes of a piece, and of all together, and the most merges. Mistral's have 76, 878,000
-and 269,000."""
+"""The most bytes of a piece, the most bytes of all together, and the most merges. Mistral's files
+have up to 76, 878,000 and 269,000."""
 _IMPLIED = """
 <unk> <s> </s> [INST] [/INST] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS]
 [TOOL_CALLS] [IMG] <pad> [IMG_BREAK] [IMG_END] [PREFIX] [MIDDLE] [SUFFIX] [SYSTEM_PROMPT]
 [/SYSTEM_PROMPT] [TOOL_CONTENT]
 """.split()
-"""The control tokens of a file that does not list them, as only those up to version 7 may."""
+"""The control tokens of a file that does not list them. Only files up to version 7 may omit the
+list."""
 
 
 def read_tekken(path: Path) -> tuple[JsonVocabulary, str]:
@@ -52,7 +53,7 @@ def read_tekken(path: Path) -> tuple[JsonVocabulary, str]:
 
 
 def _control_tokens(listed: Any, count: int, version: str, name: str) -> list[Added]:
-    """All control tokens, with those that fill the rest."""
+    """All control tokens, including fillers for unlisted ids."""
     if listed is None:
         if version not in ("v1", "v2", "v3", "v7"):
             raise CorruptModel(f"{name} of version {quote(version, 20)} lists no special_tokens")
@@ -62,7 +63,7 @@ def _control_tokens(listed: Any, count: int, version: str, name: str) -> list[Ad
         for token in listed
     ]
     for _, text, _ in found:
-        if not is_marker(text):  # then a text could spell it
+        if not is_marker(text):  # otherwise a text could spell it
             raise CorruptModel(f"{name} has the control token {quote(text, 40)}, which is a word")
     found += [(id, f"<SPECIAL_{id}>", True) for id in range(len(found), count)]
     found.sort()

@@ -1,4 +1,4 @@
-"""The common part of the two tokenizer file formats: the protocol, limits and error handling."""
+"""The common part of the tokenizer file formats: the protocol, limits and error handling."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from minikv.models.errors import CorruptModel, ModelError, quote
 Place = Literal["start", "after", "inside"]
 """Where a text is: at the start of everything, after a control token, or inside a text.
 
-Sentencepiece-style vocabularies write a word with the space before it, and add a space where a text
-starts. Which of the three places count as a start differs between files: `Vocabulary.prefix`.
+Sentencepiece-style vocabularies store a word with the space before it, and add a space at the start
+of a text. Files differ in which of the three places count as a start: see `Vocabulary.prefix`.
 """
 
 Prefix = Literal["every", "first", "never"]
@@ -26,18 +26,18 @@ very first one; "never": none."""
 LARGEST_ID = 1 << 21
 ADDED_TOKENS, ADDED_LENGTH, ADDED_TEXT = 100_000, 512, 1 << 21
 """Limits: the number of control and added tokens, the characters of one, and of all together.
-Models with speech have 65,000 such tokens."""
+Speech models have 65,000 such tokens."""
 ADDED_STATES = 1 << 20
-"""The most different beginnings that all control and added tokens have, in bytes of UTF-8. The
-tokenizers library builds up to three tables with a state for each. A state takes about a
-microsecond and 75 bytes. Numbered tokens share their beginnings: 100,000 have 111,000."""
-_FILTERED = 4  # how many of the first characters of a token a regular expression looks for
+"""The most distinct prefixes of all control and added tokens, in bytes of UTF-8. The tokenizers
+library builds up to three tables with a state for each. A state takes about a microsecond and 75
+bytes. Numbered tokens share their beginnings: 100,000 have 111,000."""
+_FILTERED = 4  # how many first characters of a token the regular expression matches
 _MARKER = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 
 
 Edges = tuple[bool, bool, bool]
-"""Of a control token: whether it absorbs white space before it, and after it, and whether it is
-only found as a whole word."""
+"""Whether a control token absorbs the white space before it, that after it, and whether it is found
+only as a whole word."""
 
 
 class Vocabulary(Protocol):
@@ -48,18 +48,18 @@ class Vocabulary(Protocol):
     control: dict[str, int]
     """Control tokens by their string."""
     edges: dict[str, Edges]
-    """Those of control tokens, by their string, that the file states."""
+    """The edges of control tokens, by their string, as far as the file states them."""
     unknown: int | None
     """The id for characters that the vocabulary cannot spell; None if there is none. A text may
     have it."""
     pieces: list[bytes]
     """The bytes of the text of every id; b"" for control tokens that the file calls special. A
-    control token that only looks like one (`<think>`) has text."""
+    token that only looks like a control token (`<think>`) has text."""
     prefix: Prefix
     drop_space: bool
     """Whether decoding drops one space at the very beginning."""
     notes: tuple[str, ...]
-    """Messages for the user about what the file says wrongly."""
+    """Messages for the user about errors in the file."""
 
     def encode(self, text: str, place: Place) -> list[int]:
         """The ids of a well-formed text (without lone surrogates)."""
@@ -80,7 +80,7 @@ def is_marker(piece: str) -> bool:
 
 
 def check_added(texts: Collection[str], name: str) -> None:
-    """Raise CorruptModel if there are too many or too long added tokens to search for in reasonable
+    """Raise CorruptModel if added tokens are too many or too long to search for in reasonable
     time."""
     longest = max(map(len, texts), default=0)
     if len(texts) > ADDED_TOKENS:
@@ -98,11 +98,11 @@ def check_added(texts: Collection[str], name: str) -> None:
 
 
 def _states(texts: Iterable[str]) -> int:
-    """How many different beginnings the texts have in UTF-8: the states of their prefix tree."""
+    """How many distinct prefixes the texts have in UTF-8: the states of their prefix tree."""
     count, before = 0, b""
     for text in sorted(text.encode("utf-8", "surrogatepass") for text in texts):
         differing = (n for n, (a, b) in enumerate(zip(before, text, strict=False)) if a != b)
-        count += len(text) - next(differing, len(before))  # or `before` is all at the beginning
+        count += len(text) - next(differing, len(before))  # or `before` is a prefix of `text`
         before = text
     return count
 
@@ -127,8 +127,8 @@ PROBES = {
     "emoji": ("\U0001f600",),
     "rare characters": ("\U0002a6d6",),
 }
-"""Texts that a vocabulary should read and write unchanged. A vocabulary that spells bytes does; one
-that does not lacks the last."""
+"""Texts that should survive encoding and decoding. They do with a vocabulary that spells bytes;
+others lack the last."""
 
 
 def lost(vocabulary: Vocabulary) -> list[str]:
@@ -154,11 +154,11 @@ def text_of(ids: Iterable[int], pieces: Sequence[bytes], drop_space: bool) -> st
 class TokenSearch:
     """Finds control tokens in a text: from the left, the longest first.
 
-    It finds what a regular expression with all tokens as alternatives finds. But that expression
-    compares the text with every token that begins with the same character, in one call that holds
-    the interpreter lock. Here, an expression of a few character classes finds the places where a
-    token can begin, and a bisection finds the longest token there. So the time does not depend on
-    the number of tokens, and other threads and signals get their turn.
+    The result is that of a regular expression with all tokens as alternatives. But such an
+    expression compares the text with every token that begins with the same character, in one call
+    that holds the interpreter lock. Here, an expression of a few character classes finds the
+    positions where a token can begin, and a bisection finds the longest token there. So the time
+    does not depend on the number of tokens, and other threads and signals get their turn.
 
     texts: the tokens, sorted, without "". longest: the characters of the longest one.
     """
@@ -172,7 +172,7 @@ class TokenSearch:
             for n in range(min(shortest, _FILTERED))
         ]
         self._candidate = re.compile("".join(classes) or r"(?!)")
-        self._within: dict[str, str] = {}  # the longest other token that a token begins with
+        self._within: dict[str, str] = {}  # the longest other token that is a prefix of a token
         nested = [""]
         for text in self.texts:
             while not text.startswith(nested[-1]):
@@ -186,7 +186,7 @@ class TokenSearch:
         return sorted(text[::-1] for text in self.texts)
 
     def find(self, text: str) -> Iterator[tuple[int, str]]:
-        """(where it begins, the token) of all tokens in the text. They do not overlap."""
+        """(position, token) of all tokens in the text. They do not overlap."""
         at = 0
         while (candidate := self._candidate.search(text, at)) is not None:
             at = candidate.start()
@@ -196,8 +196,8 @@ class TokenSearch:
             at += len(token) or 1
 
     def _longest(self, text: str) -> str:
-        """The longest token that the text begins with; "" if there is none."""
-        # The last token that is not after the text in the order begins with all of them.
+        """The longest token that is a prefix of the text; "" if there is none."""
+        # The last token that is not after the text in sorted order begins with all of them.
         at = bisect_right(self.texts, text)
         token = self.texts[at - 1] if at else ""
         while not text.startswith(token):
@@ -206,8 +206,8 @@ class TokenSearch:
 
 
 def _character_class(characters: set[str]) -> str:
-    """A regular expression for one of the characters. It takes the whole range of those beyond
-    U+FFFF, because `re` compares a character with each of them."""
+    """A regular expression for one of the characters. Those beyond U+FFFF become one whole range,
+    because `re` would compare a character with each of them."""
     far = {character for character in characters if character > "\uffff"}
     near = "".join(map(re.escape, sorted(characters - far)))
     return f"[{near}{min(far)}-{max(far)}]" if far else f"[{near}]"
@@ -228,6 +228,6 @@ def library_errors(name: str, what: str) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             detail = quote(" ".join(str(error).split()), 200)[1:-1]  # it may quote the file
-            error.args = (detail,)  # it is held as long as the error that it causes
+            error.args = (detail,)  # it stays in memory as long as the error that it causes
             raise CorruptModel(f"{name}: {what}: {detail}") from error
         raise

@@ -1,7 +1,7 @@
 """Reads safetensors files into a network's tensors: every tensor exactly once, without memory maps.
 
-A tensor is read directly into its place, or some rows at a time, which are converted or packed. So
-peak memory is one copy of the weights, and some rows.
+A tensor is read directly into its final memory, or some rows at a time, which are converted or
+packed. So peak memory is one copy of the weights and some rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from minikv.models.packed import Packed
 
 TAKEN = 1 << 20
-"""How many weights are read at a time, unless they stay as they are."""
+"""How many weights are read at a time, if they are converted or packed."""
 
 
 def load_network(
@@ -71,14 +71,14 @@ def load_network(
     """A network with the checkpoint's weights.
 
     dtype: None: the storage dtype. form: one of `linear.FORMS`, for the matrices of the layers;
-    int8 and int4 need bfloat16. Embedding and lm_head stay as they are stored unless the form ends
-    in "+head": then lm_head is packed a block at a time as it is read, and a tied embedding is the
+    int8 and int4 need bfloat16. Embedding and lm_head keep their stored form unless `form` ends in
+    "+head": then lm_head is packed a block at a time as it is read, and a tied embedding is the
     same packed matrix. If rows of a matrix cannot be packed, it stays plain, and the result's
     `config.notes` say so. Quantised matrices of the checkpoint keep their form with "auto"; with
-    another they are unpacked, and packed anew.
+    another form they are unpacked, and packed again.
 
     progress(done, total): called with the bytes read from the files, first with 0; its exceptions
-    end the loading. packing: the kernels that pack to int8 and int4. packed: kept packed
+    end the loading. packing: the kernels that pack to int8 and int4. packed: stored packed
     matrices; these are neither read from the checkpoint nor packed.
 
     The result's `config.tied` says whether lm_head is tied: only if the file says so and `lm_head`
@@ -107,7 +107,7 @@ def load_network(
     notes = (*config.notes, *form_notes(config, form))
     config = replace(config, notes=notes)
     with torch.inference_mode(False), torch.no_grad():
-        # A network without memory. Memory is allocated for one tensor after the other.
+        # A network without memory. Memory is allocated for one tensor after another.
         network = Llama(config, device=device, dtype=dtype, room=Pages(torch.device("meta")).empty)
         places = dict(network.places())
         _account(entries, places)
@@ -130,7 +130,7 @@ _Part = tuple[Stored, Place]
 
 
 class _Filling:
-    """Fills a network that has no memory, one tensor or matrix after the other."""
+    """Fills a network that has no memory, one tensor or matrix after another."""
 
     def __init__(
         self,
@@ -157,12 +157,12 @@ class _Filling:
     def fill(
         self, owner: Llama | Layer, slot: str, parts: list[_Part], packed: Packed | None
     ) -> None:
-        """Read a tensor or a matrix from its parts in the files, and pack it if it is to be."""
+        """Read a tensor or a matrix from its parts in the files, and pack it if `form` says so."""
         in_layer = isinstance(owner, Layer)
         name = f"{self.names[id(owner)]}.{slot}" if in_layer else "head"
         weights = sorted(
             (part for part in parts if part[1].kind != "bias"),
-            key=lambda part: part[1].rows.start or 0,  # not as in the file
+            key=lambda part: part[1].rows.start or 0,  # in the matrix's order, not the file's
         )
         found = [entry for entry, _ in weights]
         made = self._packed(owner, slot, Fused(found)) if len(found[0].shape) == 2 else None
@@ -180,7 +180,7 @@ class _Filling:
             whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
             at = 0
             for one in found if whole else [Fused(found)]:
-                # Threads wait for each other after every piece, so those of blocks are larger.
+                # Threads wait for each other after every piece, so pieces of blocks are larger.
                 most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
                 for start, end in blocks(torch.Size(one.shape), most):
                     self._pack(made, at + start, one, start, end)
@@ -191,8 +191,8 @@ class _Filling:
             self.network.keep_packed(slot, made)
 
     def _pack(self, made: Int8 | Int4, at: int, part: Fused | Stored, start: int, end: int) -> None:
-        """Pack rows of a part as those from `at` on."""
-        # Of how many columns, or of a multiple of them, the codes of a file must share a scale.
+        """Pack rows of a part as the rows of `made` from `at` on."""
+        # The columns that share a scale in the file must be a multiple of these.
         group = made.group if isinstance(made, Int4) else made.shape[1]
         if (blocks := _as_blocks(made, part)) is not None:
             made.pack(at, blocks.blocks(start, end), blocks.kind.number)
@@ -224,7 +224,7 @@ class _Filling:
         return made
 
     def _allocate(self, owner: Llama | Layer, slot: str) -> None:
-        """Allocate memory for a tensor or a matrix that has none. Not with empty_like, which
+        """Allocate memory for a tensor or a matrix without memory. Does not use empty_like, which
         imports sympy for tensors on the meta device: 35 MB, 0.3 seconds."""
         part = getattr(owner, slot)
         if isinstance(part, Plain):
@@ -251,7 +251,7 @@ def _together_read(
     entries: Mapping[str, Stored], places: dict[str, Place]
 ) -> list[tuple[Llama | Layer, str, list[_Part]]]:
     """The tensors in the order of the files, grouped by the tensor of the network that they fill:
-    (owner, slot, parts). So only one matrix at a time is not packed yet, wherever its parts are."""
+    (owner, slot, parts). So only one matrix at a time is incomplete, wherever its parts are."""
     groups: dict[tuple[int, str], tuple[Llama | Layer, str, list[_Part]]] = {}
     for name in sorted(places, key=lambda name: (entries[name].path, entries[name].start)):
         place = places[name]
@@ -263,7 +263,7 @@ def _together_read(
 
 def check_form(form: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> None:
     """Raise UnusableSetting if weights cannot have this form with this device and dtype. config:
-    of the model, whose own forms "auto" means."""
+    the model's; "auto" means its own forms."""
     if form not in FORMS:
         raise UnusableSetting(f"unknown weights {form!r}", f"use {', '.join(FORMS)}")
     if not (forms := packed_forms(config, form)):
@@ -272,7 +272,7 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype, config: Mode
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         raise UnusableSetting(
-            f'`weights="{form}"` needs bfloat16 beside it, not {name}',
+            f'`weights="{form}"` needs bfloat16 for the rest, not {name}',
             f'{other}, or `dtype="auto"`',
         )
     missing = next(filter(None, map(lacks, forms)), "") if device.type == "cpu" else ""
@@ -281,7 +281,7 @@ def check_form(form: str, device: torch.device, dtype: torch.dtype, config: Mode
 
 
 def _shapes(config: ModelConfig, form: str) -> Iterator[tuple[int, int, OwnForm]]:
-    """(rows, columns, form) of all matrices that are packed, or that `form` asks to pack."""
+    """(rows, columns, form) of all matrices that are packed or should be packed with `form`."""
     layers, logits = split(form)
     table = config.vocab, config.hidden
     asked = {name: (*size[:2], layers, config.layers) for name, size in config.matrices.items()}
@@ -329,10 +329,7 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
     new = {*asked, *(split(form)[:1] if config.form and not own[0] else ())} - {"auto"}
     if new:
         again = f" and quantised again, to {' and '.join(sorted(new))}" if new != {"plain"} else ""
-        notes.append(
-            f"the file's {config.form} is unpacked{again}; "
-            '`weights="auto"` keeps what the file has'
-        )
+        notes.append(f'the file\'s {config.form} is unpacked{again}; `weights="auto"` keeps it')
     for kind in packed_forms(config, form):
         unpacked = [
             f"{one.matrix} (rows of {columns})"
@@ -370,7 +367,7 @@ def _account(entries: Mapping[str, Stored], places: dict[str, Place]) -> None:
 
 
 def _as_blocks(made: Int8 | Int4, part: Fused | Stored) -> Blocks | None:
-    """The part, if its blocks are packed as the file has them."""
+    """The part, if its blocks can be packed without decoding."""
     return part if isinstance(part, Blocks) and made.takes_blocks(part.kind.number) else None
 
 
@@ -381,9 +378,9 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
     if free is None or needs <= free:
         return
     options = [('dtype="bfloat16"', torch.bfloat16, "auto")] * (dtype == torch.float32)
-    other = "" if dtype == torch.bfloat16 else 'dtype="auto", '  # packed weights are bfloat16's
+    other = "" if dtype == torch.bfloat16 else 'dtype="auto", '  # packed weights need bfloat16
     for name in ("int8", "int4"):
-        # Suggest packing lm_head, too, only if packing the layers is not enough.
+        # Suggest packing lm_head too only if packing the layers is not enough.
         fits = loading_bytes(config, torch.bfloat16, name) <= min(free, needs - 1)
         name += "" if fits else "+head"
         options.append((f'{other}weights="{name}"', torch.bfloat16, name))

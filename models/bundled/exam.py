@@ -1,4 +1,4 @@
-"""Documents of a given length, about which models are asked."""
+"""Makes documents of a given length, with facts to ask about."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FACT_EVERY = 200
 
 
 class Codec(Protocol):
-    """What `fresh` needs of a tokenizer."""
+    """What `fresh` needs from a tokenizer."""
 
     def encode(self, text: str) -> list[int]: ...
 
 
 def fresh(tokenizer: Codec, tokens: int, seed: int, long: Sequence[str] = ()) -> world.Document:
-    """A document of `tokens` tokens, at most 16 more or fewer, with a fact of each of the kinds
+    """A document of `tokens` tokens (at most 16 more or fewer), with a fact of each of the kinds
     `long` of `world.LONG`. The same seed gives the same document."""
     sentences = max(1, tokens // 12)
     while True:

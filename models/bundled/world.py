@@ -1,9 +1,9 @@
-"""The invented world that the bundled model is trained on and measured in.
+"""The invented world on which the bundled model is trained and tested.
 
 A document is a sequence of plausible sentences. It states facts about invented people, towns,
 ships, firms and projects, each up to three times and in several wordings, as in reports. A chat
-asks for some of them, again in several wordings. Names are composed anew for every document. Within
-a document, they share as few parts as the lists allow, as in a real report. In every wording the
+asks for some of them, again in several wordings. Every document has newly composed names. Within a
+document, names share as few parts as the lists allow, as in a real report. In every wording the
 answer comes after the words that identify it, as in most reference texts; such a small model does
 not learn the other order.
 """
@@ -21,7 +21,7 @@ _DATA: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("world.toml").read_text("utf-8")
 )
 WORDS = {name: words.split() for name, words in _DATA["words"].items()}
-"""Lists of words by name: parts of names, values, and what the sentences without a fact need."""
+"""Lists of words by name: parts of names, values, and words for the sentences without a fact."""
 
 TELLINGS = 3  # how often a fact is stated, at most
 
@@ -35,7 +35,7 @@ class Names:
         self._left: dict[str, list[str]] = {}
 
     def part(self, kind: str) -> str:
-        """A word of this list of `WORDS`. Each is used once before any is used twice."""
+        """A word from this list of `WORDS`. Each is used once before any is used twice."""
         if not self._left.get(kind):
             self._left[kind] = self.rng.sample(WORDS[kind], len(WORDS[kind]))
         return self._left[kind].pop()
@@ -86,7 +86,8 @@ class Names:
         return str(self.rng.randint(10 ** (size - 1), 10**size - 1))
 
     def clause(self) -> str:
-        """What somebody did, or a sentence without a fact, in small letters and without a stop."""
+        """A statement of what somebody did, or a sentence without a fact, in lower case and without
+        a full stop."""
         if self.rng.random() < 0.4:
             text = filler(self.rng)[:-1]
             return text[0].lower() + text[1:]
@@ -124,7 +125,7 @@ class Attribute:
 
 
 def _attribute(noun: str, kind: str, told: str, *asked: str) -> Attribute:
-    """A line of a kind of entity in world.toml."""
+    """The attribute from a line in world.toml."""
     own = getattr(Names, kind, None)
     draw: Callable[[Names], str] = own or (lambda names: names.rng.choice(WORDS[kind]))
     return Attribute(noun, "Who" if kind == "person" else "What", draw, (told,), asked)
@@ -134,13 +135,13 @@ WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
     kind: (getattr(Names, kind), tuple(_attribute(noun, *row) for noun, row in rows.items()))
     for kind, rows in _DATA["world"].items()
 }
-"""How each kind of entity is named, and what may be told of it."""
+"""How each kind of entity is named, and its possible attributes."""
 _SAID: dict[str, tuple[str, ...]] = {name: tuple(of) for name, of in _DATA["sentences"].items()}
 LONG: dict[str, tuple[tuple[str, Attribute], ...]] = {
     value: tuple((kind, _attribute(noun, value, *row)) for noun, (kind, *row) in rows.items())
     for value, rows in _DATA["long"].items()
 }
-"""Facts with values of many tokens: by the kind of value, the kinds of entity and what is told."""
+"""Facts with values of many tokens: by kind of value, the kinds of entity and their attributes."""
 _EVENT = {
     "adj": "adj",
     "thing": "thing",
@@ -158,7 +159,8 @@ _SLOTS = ("adj", "thing", "place", "time")
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One fact: how it is stated, and how it may be asked for. kind: in `LONG`, or ""."""
+    """One fact: how it is stated, and the possible questions about it. kind: a key of `LONG`, or
+    ""."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -247,7 +249,7 @@ def document(rng: random.Random, sentences: int, facts: int, long: Sequence[str]
 def written(
     rng: random.Random, sentences: int, facts: Sequence[Fact], entities: list[str]
 ) -> Document:
-    """As `document`, with these facts. entities: are mentioned in sentences without a fact."""
+    """Like `document`, with these facts. entities: to be mentioned in sentences without a fact."""
     order = list(facts)
     rng.shuffle(order)
     told = [f.statements[i] for i in range(TELLINGS) for f in order if i < len(f.statements)]

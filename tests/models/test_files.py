@@ -140,7 +140,7 @@ def test_a_text_in_place_of_weights_is_quoted(tmp_path: Path, data: bytes, said:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     error = refused(lambda: read_header(path))
-    assert ("holds a text in place of the weights: " in str(error)) == bool(said)
+    assert ("contains text instead of weights: " in str(error)) == bool(said)
     assert said in str(error)
     assert len(str(error)) < 150
     assert "download the file again" in error.hint

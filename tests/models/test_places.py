@@ -55,7 +55,7 @@ def test_models_of_ollama_are_read_in_place(home: Path) -> None:
         ("ollama:../../etc:passwd", "not a name of ollama"),
         ("ollama:llama3.2:..", "not a name of ollama"),
         ("ollama:gone", "not among ollama's models"),
-        ("ollama:embedder", "names no file that is there"),
+        ("ollama:embedder", "names no existing file"),
     ):
         error = refused(lambda name=name: resolve(name))  # type: ignore[misc]
         assert word in str(error)

@@ -267,7 +267,7 @@ ONES, OTHERS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], "model-0
             [],
             ONES,
             f"{ONES[0]} and 1 more hold weights, but {INDEX} is missing",
-            "download it, too",
+            "download it too",
         ),
     ],
 )

@@ -24,7 +24,11 @@ def test_no_head_is_left_nothing(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("adakv", {"alloc": "floor", "rounding": "official"}, "rounding=official do not go"),
+        (
+            "adakv",
+            {"alloc": "floor", "rounding": "official"},
+            "rounding=official cannot be combined",
+        ),
         ("adakv", {"alloc": "floor", "normalize": True}, "normalize cannot be combined"),
         ("l2+ada", {"normalize": True}, "normalize needs scores that add up"),
     ],

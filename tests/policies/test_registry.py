@@ -40,8 +40,8 @@ def test_the_names_of_a_flag_are_of_methods_that_it_can_use() -> None:
         assert method.rule is None or method.rule().name == method.name
     assert {part.axis for part in map(registry.part, registry.SCORERS)} == {"scorer"}
     told = {method.name: method.stride for method in registry.methods()}
-    assert told["h2o"].startswith("a block attends")
-    assert told["hashevict"].startswith("as many tokens leave")
+    assert told["h2o"].startswith("after each block")
+    assert told["hashevict"].startswith("before each block")
     assert not told["snapkv"]
     assert "scorer" not in {part.axis for part in map(registry.part, registry.OTHER_PARTS)}
 
