@@ -1,7 +1,7 @@
-"""Attention and eviction as functions of plain tensors. They know nothing of caches or policies.
+"""Attention and eviction as functions of plain tensors, independent of caches and policies.
 
-A folder for each operation: `plain.py` is its definition in torch, `gpu.py` has it in Triton,
-`cpu.py` and the C files have it for a CPU. `dispatch` chooses.
+One folder per operation: `plain.py` defines it in torch, `gpu.py` implements it in Triton, `cpu.py`
+and the C files implement it for a CPU. `dispatch` chooses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
-"""Who computes what: Triton on a CUDA device, C on a CPU, plain torch for the rest.
+"""Chooses what computes each operation: Triton on a CUDA device, C on a CPU, plain torch for the
+rest.
 
-`Kernels` has the torch form of every operation, which defines what it computes; `FORMS` says which
-have a faster one, and where. `choose` is called once for a device and a head size, and its
-`Kernels` object is passed on; this module keeps no state. On a CPU the choice also depends on the
-processor: native/choice.py says which operations are left to torch.
+`Kernels` has the torch form of every operation, which defines it; `FORMS` lists the faster forms.
+`choose` is called once for a device and a head size, and its `Kernels` object is passed on; this
+module keeps no state. On a CPU the choice also depends on the processor: native/choice.py says
+which operations are left to torch.
 
-The torch forms of `evict` and `append_evict` are in the policies' own files in minikv/policies;
-those that are None here are in models/linear.py and llama.py. Without C, models/linear.py does not
-quantize activations, and `TorchOnCPU` takes ragged_attention from decode/plain_cpu.py.
+The torch forms of `evict` and `append_evict` are in the policies' own files in minikv/policies; the
+torch forms of other operations that are None here are in models/linear.py and llama.py. Without C,
+models/linear.py does not quantize activations, and `TorchOnCPU` uses ragged_attention of
+decode/plain_cpu.py.
 """
 
 from __future__ import annotations
@@ -46,28 +48,30 @@ class Kernels:
 
     name = "torch"
     choices = ""
-    """On a CPU with C: the class of the processor and what computes each operation, for users."""
+    """On a CPU with C: the class of the processor and what computes each operation, as text for
+    users."""
     products = False
     """Whether rest, layers, normed_product, row_product, rows_product, int8_product and
-    int4_product take the place of torch's own products."""
+    int4_product replace torch's own products."""
     integer_prompts = False
     """Whether int8_product and int4_product are also faster for the many rows of a prompt."""
     float_rows: int | None = None
-    """From so many rows of bfloat16 on, torch's products are faster in float32. None: no such
+    """From this many rows of bfloat16 on, torch's products are faster in float32. None: no such
     number was measured, or torch has no products of bfloat16."""
     prompt_rows: int | None = None
-    """How many rows of a prompt in bfloat16 pass through a layer together, where more than the
-    network's own number are faster; else None."""
+    """How many rows of a prompt in bfloat16 should pass through a layer together, if more than the
+    network's own number are faster; otherwise None."""
     block = 1 << 16
-    """How many numbers to compute at once where any number would do. So many fit a CPU's cache."""
+    """How many numbers to compute at once where any number would do. The default fits a CPU's
+    cache."""
     ragged_attention = staticmethod(decode.ragged_attention)
     advance = staticmethod(append_row.advance)
     append = staticmethod(append_row.append)
     rotate_append = staticmethod(append_row.rotate_append)
     evict: Mapping[str, Callable[..., None]] = evict_rows.evict
     append_evict: Mapping[str, Callable[..., bool]] = {}
-    """Of step policies that choose by the query, by name: choose the victims and write the new
-    rows of one layer. It takes the policy and `NewRow`, and returns False where it cannot."""
+    """For step policies that choose by the query, by name: choose the victims and write the new
+    rows of one layer. It takes the policy and `NewRow`, and returns False if it cannot do that."""
     lowest = staticmethod(decode.lowest)
     rows_attention = staticmethod(attention.rows_attention)
     last_rows_attention = staticmethod(attention.last_rows_attention)
@@ -107,8 +111,8 @@ class Kernels:
 
 class Row(NamedTuple):
     """Operations that belong together, by their names in `Kernels`, and the modules of
-    minikv.kernels that have them in Triton and in C; "": none. What a module lacks is torch's.
-    chosen: which of `choice.OPERATIONS` says what computes them on a CPU."""
+    minikv.kernels that have them in Triton and in C; "": none. Operations that a module lacks are
+    torch's. chosen: which of `choice.OPERATIONS` decides what computes them on a CPU."""
 
     names: str
     gpu: str = ""
@@ -219,7 +223,7 @@ def in_c(processor: str = "") -> Kernels:
 
 
 def _take(found: Kernels, names: str, *places: object) -> None:
-    """Let the operations be those of the first of the places that has them."""
+    """Set the operations to those of the first of `places` that has them."""
     for name in names.split():
         form = next(filter(None, (getattr(place, name, None) for place in places)), None)
         if form is not None:
@@ -227,7 +231,7 @@ def _take(found: Kernels, names: str, *places: object) -> None:
 
 
 def _module(name: str) -> Any:
-    """A module of minikv.kernels, loaded where it is used: some import Triton."""
+    """A module of minikv.kernels, imported only when used, because some import Triton."""
     return import_module(f"minikv.kernels.{name}")
 
 
@@ -248,7 +252,7 @@ def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None
     if device.type != "cuda":
         return f"they need a CUDA device, and this is {device.type}"
     if torch.version.hip is not None:
-        return "they are made for NVIDIA's GPUs"
+        return "they are only for NVIDIA GPUs"
     capability = torch.cuda.get_device_capability(device)
     if capability < _CAPABILITY:
         return "they need compute capability {}.{}, this GPU has {}.{}".format(
@@ -260,7 +264,7 @@ def unfit(device: torch.device, head_dim: int, dtype: torch.dtype) -> str | None
 def _unfit_triton() -> str | None:
     """What is wrong with the installed Triton, or None."""
     try:
-        # The module's version, not the distribution's: nightly builds have another name there.
+        # The module's version, not the distribution's, whose name differs for nightly builds.
         version = str(import_module("triton").__version__)
         import_module("triton.language")
     except ModuleNotFoundError as error:
@@ -278,7 +282,7 @@ def _unfit_triton() -> str | None:
 def _unfit_heads(head_dim: int, dtype: torch.dtype) -> str | None:
     """Why the Triton kernels cannot compute such heads, or None."""
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"they take no {str(dtype).removeprefix('torch.')}"
+        return f"they do not support {str(dtype).removeprefix('torch.')}"
     if head_dim not in _HEAD_DIMS:
         return (
             f"they take heads of {_HEAD_DIMS[0]} to {_HEAD_DIMS[-1]} in steps of 8, not {head_dim}"

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: sizes of tiles, strides in rows, rows in int8, and the
+"""The common parts of the Triton kernels: sizes of tiles, strides in rows, int8 rows, and the
 interpreter's limits."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -30,14 +30,14 @@ def power(count: int) -> int:
 
 
 def width(size: int) -> int:
-    """Columns of a tile for heads of `size`: a power of two that a matrix product takes."""
+    """Columns of a tile for heads of `size`: a power of two that a matrix product allows."""
     return max(16, power(size))
 
 
 def attention_tile(dtype: torch.dtype, size: int, lines: int) -> Tile:
-    """How many queries, of all heads of a group, and how many keys one product of attention has."""
+    """How many queries (of all heads of a group) and keys one product of attention has."""
     wide = width(size)
-    if dtype == torch.float32:  # no matrix instruction takes float32 unrounded
+    if dtype == torch.float32:  # matrix instructions would round float32
         return Tile(32, 32, 8, 1) if wide <= 64 else Tile(16, 16, 4 if wide <= 128 else 8, 1)
     if wide > 128:
         return Tile(min(64, max(16, power(lines))), 32, 8 if lines > 32 else 4, 2)
@@ -51,7 +51,7 @@ def upcast(dtype: torch.dtype) -> bool:
 
 
 def compiled_for(q: Tensor, tile: Tile) -> dict[str, Any]:
-    """What every kernel that multiplies queries [H, G, T, D] and keys is compiled for."""
+    """The constants of every kernel that multiplies queries [H, G, T, D] and keys."""
     group, _, size = q.shape[1:]
     how = {"UPCAST": upcast(q.dtype), "num_warps": tile.warps, "num_stages": tile.stages}
     return {"G": group, "D": size, "DP": width(size), **how}

@@ -18,6 +18,6 @@ def to_codes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize what `to_codes` made: numbers [..., D] of `dtype`."""
+    """The inverse of `to_codes`: numbers [..., D] of `dtype`."""
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     return torch.mul(codes, scale[..., None], out=out)  # without a copy in float32

@@ -1,1 +1,1 @@
-"""A new row takes its place in the cache."""
+"""Writes a new row to the cache."""

@@ -1,5 +1,5 @@
-"""Write the row of a new token, in C (`append.c`), or under HashEvict (arXiv 2412.16187, section 3)
-first choose the row that it overwrites (`hash_append.c`). plain.py takes other dtypes and strides.
+"""Writes the row of a new token, in C (`append.c`). Under HashEvict (arXiv 2412.16187, section 3),
+first chooses the row to overwrite (`hash_append.c`). plain.py handles other dtypes and strides.
 
 For HashEvict a step passes contiguous tensors in main memory, and codes of at most 64 bits.
 Anything else is a bug and fails an assertion.
@@ -38,14 +38,14 @@ def cache(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> Struct:
-    """The columns of an arena as C reads them: `Cache` of cache.h."""
+    """The columns of an arena in C: `Cache` of cache.h."""
     sizes = (c_int32 * len(blank))(*(column.itemsize for column in blank))
     columns = Struct(*blank), sizes
     return Struct(k.shape[1], len(blank), k, v, pos, k_scale, v_scale, *columns, position)
 
 
 def hashing(rule: HashRule, code: Tensor, bits: int, pinned: int) -> Struct:
-    """HashEvict in all layers as C reads it: `Hashing` of cache.h. code: the column of codes."""
+    """HashEvict for all layers in C: `Hashing` of cache.h. code: the column of codes."""
     keyed = rule.hash_with == "key"
     return Struct(code.itemsize, bits, keyed, rule.sinks, rule.recent, pinned, code)
 
@@ -84,7 +84,8 @@ def advance(heads: Advancing, *, before: bool) -> None:
 
 def hash_append(rule: HashRule, new: NewRow) -> bool:
     """Write each head's new row; in a full head, over the row whose code is least like the probes.
-    False, with nothing done, if there are columns that C does not write. Raises MemoryError."""
+    Returns False, without any effect, if there are columns that C does not write. Raises
+    MemoryError."""
     columns, key = new.columns, new.key
     if {*columns} != _COLUMNS or new.shown is not columns["pos"] or new.turn is not None:
         return False

@@ -1,5 +1,5 @@
-"""The row of a new token, in Triton. `rotate_append` rotates and writes it, in one launch for a
-layer. `advance` chooses where the next one goes, in one launch for all layers. Specification:
+"""Writes the row of a new token, in Triton. `rotate_append` rotates and writes it, in one launch
+per layer. `advance` chooses where the next one goes, in one launch for all layers. Specification:
 `plain.py`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -48,8 +48,8 @@ def _rotate_append(
     DP: tl.constexpr,
     CODED: tl.constexpr,
 ):
-    """Grid (H,): a program has a KV head and its G queries. The arguments are those of
-    `rotate_append`; query [H, G, D] and key [H, D] get the rotated ones."""
+    """Grid (H,): one program per KV head with its G queries. The arguments are those of
+    `rotate_append`; the rotated ones are written to query [H, G, D] and key [H, D]."""
     head = tl.program_id(0)
     at = tl.load(slot + head)
     d = tl.arange(0, DP)

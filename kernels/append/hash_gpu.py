@@ -1,9 +1,9 @@
 """HashEvict before attention, in Triton, in one launch for a layer.
 
-The tiles of a full head's rows are divided among several programs. Each hashes the queries, and
-finds among its rows the one that is least similar to them, by the Hamming distance of hash codes.
-The program that is last to finish takes the least similar of these rows, and overwrites it with the
-new row. Source: arXiv 2412.16187, section 3.
+The tiles of a full head's rows are divided among several programs. Each hashes the queries and
+finds, among its rows, the one least similar to them by the Hamming distance of hash codes. The last
+program to finish takes the least similar of these rows, and overwrites it with the new row. Source:
+arXiv 2412.16187, section 3.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -21,9 +21,9 @@ from minikv.kernels.gpu import power, quantized
 
 _OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
 _BLOCK, _WARPS = 1024, 8
-_PARTS = 16  # programs of a head at most
-_AT_ONCE = 8192  # numbers of probes times the matrix that fit the registers
-_AFTER = tl.constexpr(1 << 60)  # added to the key of a row that leaves only if no other may
+_PARTS = 16  # at most, per head
+_AT_ONCE = 8192  # how many products of probes and the matrix fit the registers
+_AFTER = tl.constexpr(1 << 60)  # added to the key of a row that leaves only if no other row may
 
 
 @triton.jit
@@ -117,7 +117,7 @@ def _hash_append(
             probes = tl.arange(0, PP)
             if KEYED:
                 codes = _codes(new_key[None, :], matrix, d, B, BP, D)
-            elif PP * DP * BP <= AT_ONCE:  # one sum for all: each makes all threads wait
+            elif PP * DP * BP <= AT_ONCE:  # a single sum: each makes all threads wait
                 here = head * probe_head + probes[:, None] * probe_row
                 real = (probes < P)[:, None] & (d < D)[None, :]
                 if G > 0:
@@ -151,7 +151,7 @@ def _hash_append(
                 unpinned = ok & (at >= pinned)
                 first = may_leave(at, unpinned, now - 1, sinks, recent, True)
                 after = may_leave(at, unpinned, now - 1, sinks, recent, False)
-                # The largest distance leaves, of equal ones the oldest row.
+                # The row with the largest distance leaves, of equal ones the oldest.
                 rank = ((P * B - distance).to(tl.int64) << 32) | at.to(tl.int64)
                 rank += tl.where(first, 0, _AFTER)
                 best, row = lower(best, row, rank, j, first | after)

@@ -1,4 +1,4 @@
-"""Where the row of a new token goes, and writing it. Nothing here waits for the device."""
+"""Chooses where the row of a new token goes, and writes it. Nothing here waits for the device."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from minikv.kernels.layer.plain import rotate
 
 
 class Slots(NamedTuple):
-    """Where the new row of each head of one layer goes: into row slot[h], int64 [H], all different,
-    of every column. position int64 []: goes into `pos` int32 [R]; k, v [R, D]; `blank`: further
-    columns [R] (float32, int16, int32, int64 or bool), in which the row becomes 0. With k_scale and
-    v_scale float32 [R], k and v are int8: codes and scales as `to_codes` makes them.
+    """Where the new row of each head of one layer goes: row slot[h] of every column, slot int64
+    [H], all different. position int64 [] is written to `pos` int32 [R]; k, v [R, D]; `blank`:
+    further columns [R] (float32, int16, int32, int64 or bool), in which the row becomes 0. With
+    k_scale and v_scale float32 [R], k and v are int8: codes and scales of `to_codes`.
     """
 
     slot: Tensor
@@ -59,7 +59,7 @@ def rotate_append(qkv: Tensor, cos: Tensor, sin: Tensor, new: Slots) -> tuple[Te
 
 class Advancing(NamedTuple):
     """The heads of all layers between two steps: int64 [L, H]; position int64 []: tokens so far.
-    used: rows in use with the new one, as of the step that ends."""
+    used: rows in use, including the new one of the step that ends."""
 
     start: Tensor
     length: Tensor
@@ -75,8 +75,8 @@ def advance(heads: Advancing, *, before: bool) -> None:
 
     length = used, position += 1. Then a head with free_slot >= 0 does not grow. With `before`
     (eviction before attention) a full head, length >= cap, does not grow either. used = length,
-    plus one where a head grows. slot = free_slot where that is >= 0, else start + length, which has
-    no meaning in a full head.
+    plus one where a head grows. slot = free_slot where that is >= 0, otherwise start + length,
+    which is meaningless for a full head.
     """
     start, length, cap, free_slot, position, used, slot = heads
     length.copy_(used)

@@ -1,1 +1,1 @@
-"""A prompt's attention."""
+"""The attention of a prompt."""

@@ -1,11 +1,11 @@
-"""Attention of a prompt's queries, in C, in three ways: with bfloat16 tiles (prefill_tiles.c) or
-bfloat16 vectors (prefill.c), which a processor may lack, or with floats (prefill_float.c). `choice`
-says which is fastest.
+"""Attention of a prompt's queries, in C, in three ways: with bfloat16 tiles (prefill_tiles.c),
+bfloat16 vectors (prefill.c), or floats (prefill_float.c). Not every processor has the first two.
+`choice` says which way is fastest.
 
-They take bfloat16 and float32 (always multiplied as floats), and heads whose size is a multiple of
+They handle bfloat16 and float32 (always multiplied as floats), and head sizes that are multiples of
 16 up to 256. Everything else goes to plain.py.
 
-Results over disjoint sets of rows are joined in C too (`merge.c`), of up to 8 parts.
+C also joins results over up to 8 disjoint sets of rows (`merge.c`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Prefill:
         return plain_torch.ragged_prefill(q, rows, free_slot, q_pos, window, self.rows_attention)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor] | None:
-        """Query i over rows 0 .. first + i - 1; None if C does not take these tensors."""
+        """Query i over rows 0 .. first + i - 1; None if C does not handle these tensors."""
         heads, group, rows, size = q.shape
         keys = k.shape[1]
         alike = q.dtype == k.dtype == v.dtype and all(x.is_cpu for x in (q, k, v))
@@ -93,13 +93,13 @@ TILES = _way("rows_attention_tiles")
 BF16 = _way("rows_attention")
 FLOAT = _way("rows_attention_float")
 FORMS = {choice.C: BF16, choice.TILES: TILES, choice.FLOATS: FLOAT}
-"""What `choice` calls them."""
+"""By the names in `choice`."""
 
 
 @cache
 def _available(name: str) -> bool:
     found, _ = library()
-    asked = getattr(found, f"minikv_{name}_available", None)  # floats need no instructions
+    asked = getattr(found, f"minikv_{name}_available", None)  # floats need no special instructions
     return found is not None and (asked is None or bool(asked()))
 
 

@@ -1,10 +1,10 @@
 """Attention of long prompts by cuDNN, on GPUs of compute capability 9.0. There it is about 1.9
-times as fast as FlashAttention 2 (docs/measurements/gpu/); on others it was not measured.
+times as fast as FlashAttention 2 (docs/measurements/gpu/); other GPUs were not measured.
 
-cuDNN makes a plan for each shape and each layout, which takes it 40 ms. So queries and keys are
-taken in blocks of two lengths, and keys are copied, so that there are six plans whatever the
-length of a prompt. Attention over disjoint sets of rows is joined by the log-sum-exp. Its causal
-mask begins in the upper left corner: it serves the block of keys that belongs to the queries.
+cuDNN makes a plan for each shape and each layout, which takes 40 ms. So queries and keys are
+processed in blocks of two lengths, and keys are copied, which gives six plans whatever the length
+of a prompt. Attention over disjoint sets of rows is joined by the log-sum-exp. cuDNN's causal mask
+begins in the upper left corner, so it is used for the queries' own block of keys.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _HEAD_DIM = 128  # the largest that torch's cuDNN attention takes
 
 Part = tuple[Tensor, Tensor]
 Join = Callable[[Part, Part, torch.dtype], Part]
-"""Joins attention over two disjoint sets of rows, with an output of this dtype."""
+"""Joins attention over two disjoint sets of rows; the output has this dtype."""
 
 
 def last_rows_attention(q: Tensor, k: Tensor, v: Tensor, join: Join) -> Part | None:
-    """As `attention.last_rows_attention`, on CUDA. None where cuDNN is not the faster way.
+    """Like `attention.last_rows_attention`, on CUDA. None if cuDNN is not the faster way.
 
-    Parts are joined as they come, so that no more than two exist at a time."""
+    Parts are joined one by one, so that no more than two exist at a time."""
     rows, earlier = q.shape[2], k.shape[1] - q.shape[2]
     if rows < BLOCKS[-1] or not takes(q):
         return None
@@ -59,8 +59,8 @@ def last_rows_attention(q: Tensor, k: Tensor, v: Tensor, join: Join) -> Part | N
 
 
 def prompt_rows(device: torch.device, head_dim: int) -> int | None:
-    """How many rows of a prompt in two bytes a number should pass through a layer together: the
-    longest block, if cuDNN is the faster way on this GPU. None: it is not."""
+    """How many rows of a prompt (two bytes per number) should pass through a layer together: the
+    longest block if cuDNN is the faster way on this GPU, otherwise None."""
     fits = head_dim <= _HEAD_DIM and head_dim % 8 == 0
     if not fits or device.type != "cuda" or not torch.cuda.is_available():
         return None
@@ -88,7 +88,7 @@ def blocks(rows: int) -> Iterator[tuple[int, int]]:
 
 
 def make_plans(q: Tensor) -> None:
-    """Make the plans for queries like these, [H, G, any number, D] of a network: for a warm-up."""
+    """Make the plans for queries like these, [H, G, any number, D], during warm-up."""
     if takes(q):
         heads, group, _, size = q.shape
         for rows in BLOCKS:

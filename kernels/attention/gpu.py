@@ -1,6 +1,6 @@
-"""Attention of a prompt's queries over the rows of earlier turns, in Triton, without padding, and
-joining attention over disjoint sets of rows. Attention in a prompt is torch's, or cuDNN's where
-that is faster.
+"""Attention of a prompt's queries over the rows of earlier turns, in Triton, without padding; and
+`merge`, which joins attention over disjoint sets of rows. Attention within a prompt is torch's, or
+cuDNN's where that is faster.
 
 Every head has its own number of earlier rows. All come before the queries, so no causal mask is
 needed; `merge` joins the causal part by its log-sum-exp. If there are too few queries to occupy the

@@ -1,5 +1,5 @@
-"""Attention of a prompt's queries: over rows of which every head has the same number, under a
-sliding window, and over the rows that are left from earlier turns.
+"""Attention of a prompt's queries: over the same number of rows in every head, under a sliding
+window, and over the rows that remain from earlier turns.
 
 Shapes use the project's letters (`minikv`). Logits are scaled by 1/sqrt(D); softmax is in float32.
 Attention over disjoint sets of rows is joined by the log-sum-exp of the logits (`merge`), as in
@@ -17,7 +17,7 @@ from torch import Tensor
 from minikv.kernels.decode.plain import Segments
 
 _LOGITS = 1 << 22
-"""The most logits, or entries of a mask, that one block of queries has."""
+"""The most logits, or entries of a mask, of one block of queries."""
 
 
 def rows_attention(
@@ -130,7 +130,7 @@ def _row_blocks(q: Tensor, width: int) -> list[tuple[Tensor, int]]:
 def _cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `masked_attention`, by the kernel behind scaled_dot_product_attention on a CPU.
+    """Like `masked_attention`, by the kernel behind scaled_dot_product_attention on a CPU.
 
     The kernel is called directly because it also returns the log-sum-exp. The expanded heads have
     stride 0, so nothing is copied. k and v must be finite.
@@ -221,8 +221,8 @@ def window_attention(
     """Attention of the last T of N rows: row i sees rows max(0, i - window + 1) .. i.
 
     q [H, G, T, D], k and v [H, N, D], N >= T: any strides, but the last is 1. attend: the form of
-    `rows_attention` to call. Results as in `rows_attention`. Needs no mask, and beside the results
-    only copies of at most T rows.
+    `rows_attention` to call. Results as in `rows_attention`. Needs no mask, and except for the
+    results only copies of at most T rows.
     """
     if q.device.type == "cuda":
         fused = cuda_attention(q, k, v, causal=True, window=window)
@@ -239,10 +239,12 @@ def window_attention(
 
 
 def _stretches(first: int, rows: int, window: int) -> Iterator[tuple[int, int]]:
-    """Divide `rows` queries, the first of which is row `first`: (begin, end) of each stretch.
+    """Divide `rows` queries, the first of which is row `first`, into stretches: (begin, end) of
+    each.
 
-    The first stretch is the queries that see all rows before them. The others have fewer rows than
-    the window (one row if it is 1), are as few as possible, and have about the same size.
+    The first stretch contains the queries that see all rows before them. The other stretches have
+    fewer rows than the window (one row if it is 1), are as few as possible, and have about the same
+    size.
     """
     lo = min(max(0, window - first), rows)
     if lo:
@@ -277,12 +279,12 @@ def ragged_prefill(
     window: int | None = None,
     attend: Attend = rows_attention,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [H, G, T, D] over the segment of each head, but not over row free_slot[h] (-1:
-    none). All rows are older than the queries, and not in int8.
+    """Attention of q [H, G, T, D] over the segment of each head, except row free_slot[h] (-1:
+    none). All rows are older than the queries, and not int8.
 
     With a window, query i sees row j iff q_pos[i] - pos[j] < window; q_pos int64 [T]. Results as in
     `rows_attention`; a query that sees no row gets zeros and a log-sum-exp of -inf. attend: a form
-    of `rows_attention`, which is called for each head if there is no window.
+    of `rows_attention`, called for each head if there is no window.
     """
     k, v, pos, parts = rows.k, rows.v, rows.pos, []
     tables = torch.stack((rows.start, rows.length, free_slot), 1)

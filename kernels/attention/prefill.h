@@ -1,9 +1,9 @@
 /* Attention of many queries over rows, in blocks that fit the processor's caches (FlashAttention-2,
    arXiv 2307.08691, section 3.1).
 
-   Queries lie along the lanes of a vector: logits are [keys, queries], and outputs [D, queries]
-   until they are written. So numbers of keys and values are broadcast, and sums over keys are sums
-   of vectors. The G query heads of a KV head share its keys: row t * G + g of a block is query t of
+   The lanes of a vector are queries: logits are [keys, queries], and outputs [D, queries] until
+   they are written. So numbers of keys and values are broadcast, and sums over keys are sums of
+   vectors. The G query heads of a KV head share its keys: row t * G + g of a block is query t of
    head g.
 
    The exponents of a query are relative to its `shift`, which need not be the maximum of its
@@ -11,7 +11,7 @@
    exceeds SUM_LIMIT. Up to there floats keep their relative precision, so most blocks need no
    maximum.
 
-   A file that includes this says how numbers are multiplied. It defines
+   A file that includes this implements the products. It defines
 
      stored   the type of queries, keys, values and outputs in memory
      PAIR     how many numbers an `item` has, whose products are added at once: numbers along D for
@@ -75,7 +75,7 @@ static void load_queries(const Shape *s, const stored *const *from, int wide, it
 /* Write `count` keys, from k [count, D] on, to `to`, with zeros up to a multiple of TILE. */
 static void load_keys(const Shape *s, const stored *k, int64_t count, item *to);
 
-/* The same of their values. */
+/* The same for their values. */
 static void load_values(const Shape *s, const stored *v, int64_t count, item *to);
 
 /* The products of queries and the keys key .. key + TILE - 1, before they are scaled. */

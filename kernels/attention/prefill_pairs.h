@@ -1,6 +1,6 @@
-/* What prefill.c and prefill_tiles.c share: an item is a pair of bfloat16. Probabilities are
-   rounded to bfloat16, and the output is divided by the sum of the rounded ones; the log-sum-exp is
-   that of the sum before rounding. Include this in place of prefill.h. */
+/* The common part of prefill.c and prefill_tiles.c: an item is a pair of bfloat16. Probabilities
+   are rounded to bfloat16, and the output is divided by the sum of the rounded ones; the
+   log-sum-exp is that of the sum before rounding. Include this instead of prefill.h. */
 #include "pairs.h"
 
 enum { PAIR = 2 };

@@ -3,9 +3,9 @@
    defines
 
      VALUE_TILE(r, s, d)  where the values of d .. d + TILE - 1 begin in r->v, and
-     VALUE_NEXT(s)        how many items lie there from PAIR keys to the next PAIR, for Shape s
+     VALUE_NEXT(s)        how many items it is from PAIR keys to the next PAIR, for Shape s
 
-   and the functions that are declared here. TILE is so chosen that TILE rows of sums, a row of
+   and the functions that are declared here. TILE is chosen so that TILE rows of sums, a row of
    queries and one item fill the registers. */
 
 /* sum += a * b, over the pairs of each lane. b: the item in all lanes. */

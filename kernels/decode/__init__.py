@@ -1,1 +1,1 @@
-"""A step's attention: one token against the rows of each head."""
+"""The attention of a step: one token over the rows of each head."""

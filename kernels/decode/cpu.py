@@ -1,5 +1,5 @@
 """Attention of a decode step, in C (`decode.c`), with vectors or, for the logits, with bfloat16
-tiles (AMX). `plain.py` takes other dtypes and strides, and heads of more than 256."""
+tiles (AMX). `plain.py` handles other dtypes and strides, and head sizes above 256."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ragged_attention = function("ragged_attention", "iiiiii" + "p" * 10 + "npp", "a
 def unfit(dtype: torch.dtype, head_dim: int) -> str:
     """Why the C kernels cannot compute heads of this dtype and size; "" if they can."""
     if dtype not in KINDS:
-        return f"they take no {str(dtype).removeprefix('torch.')}"
+        return f"they do not support {str(dtype).removeprefix('torch.')}"
     if head_dim > _MAX_HEAD_DIM:
         return f"they take heads of at most {_MAX_HEAD_DIM}, not {head_dim}"
     return ""
@@ -29,7 +29,7 @@ def unfit(dtype: torch.dtype, head_dim: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """Attention of a step. tiles: logits of bfloat16 are computed with tiles, if the head size fits
+    """Attention of a step. tiles: compute the logits of bfloat16 with tiles, if the head size fits
     and this process may use tiles."""
 
     tiles: bool
@@ -70,5 +70,5 @@ FORMS = {choice.C: VECTORS, choice.TILES: TILES}
 
 
 def _exact(tensor: Tensor | None) -> bool:
-    """Whether C can write float32 to the tensor, or there is none to write to."""
+    """Whether C can write float32 to the tensor, or there is no tensor."""
     return tensor is None or (tensor.dtype == torch.float32 and tensor.is_contiguous())

@@ -15,7 +15,7 @@ typedef int32_t i4 __attribute__((vector_size(16)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i4){__VA_ARGS__})
 #endif
 
-/* MAX_VECS: vectors of the longest row (D = 256). FOUR: so many rows, queries and vectors are
+/* MAX_VECS: vectors of the longest row (D = 256). FOUR: how many rows, queries and vectors are
    computed together, in registers. AHEAD: how many bytes ahead of the read position to prefetch;
    the processor's own prefetching stops at the end of a page. */
 enum { MAX_VECS = 256 / VEC, FOUR = 4, AHEAD = 4096 };
@@ -25,9 +25,10 @@ static inline void fetch(const char *rows, long size) {
     for (long at = 0; at < size; at += 64) __builtin_prefetch(rows + at);
 }
 
-/* Vector i of a row of dtype `kind`. In a row of bfloat16, the first 2 * pairs vectors go by twos:
-   of 2 * VEC numbers, one has those at even places and the other those at odd places. The upper
-   half of a 32-bit word becomes a float by clearing the lower half, the lower half by a shift. */
+/* Vector i of a row of dtype `kind`. In a row of bfloat16, the first 2 * pairs vectors are read in
+   pairs: of 2 * VEC numbers, one vector has those with even indices and the other those with odd
+   indices. The upper half of a 32-bit word becomes a float by clearing the lower half, the lower
+   half by a shift. */
 static inline vec load_vec(const void *row, int kind, int i, int pairs) {
     if (kind == BF16 && i < 2 * pairs) {
         uvec x;
@@ -55,11 +56,11 @@ static inline vec load_vec(const void *row, int kind, int i, int pairs) {
     return x;
 }
 
-/* The pairs in which `load_vec` reads W vectors of keys and values. Queries have the same dtype, or
-   keys and values are int8, and there are none. */
+/* In how many pairs `load_vec` reads W vectors of keys and values. Queries have the same dtype; if
+   keys and values are int8, there are no pairs. */
 static inline int pairs_of(int stored, int W) { return stored == BF16 ? W / 2 : 0; }
 
-/* Which number of the row is number i of the vectors that `load_vec` made of it. */
+/* The index in the row of number i in the vectors of `load_vec`. */
 static inline int place_of(int i, int pairs) {
     const int pair = i / (2 * VEC), lane = i % (2 * VEC);
     return pair < pairs ? 2 * VEC * pair + 2 * (lane % VEC) + lane / VEC : i;
@@ -138,7 +139,7 @@ INLINE void find_logits(
 
 #if TILES
 /* TILE: rows of a tile. NUMBERS_WIDE: numbers in a row of a tile of keys. MOST_STEPS: a key has at
-   most so many such rows. */
+   most this many such rows. */
 enum { TILE = 16, NUMBERS_WIDE = 32, MOST_STEPS = 4 };
 
 /* Tile 0 = 16 keys, `row` bytes apart, times the queries in tiles 4 to 7. */
@@ -192,7 +193,7 @@ INLINE void find_tile_logits(
         bf16 last[TILE * NUMBERS_WIDE * MOST_STEPS];
         float sums[TILE][FOUR] __attribute__((aligned(64)));
         const long rows = r->n - j < TILE ? r->n - j : TILE;
-        if (rows < TILE) { /* rows behind the last one are not the head's */
+        if (rows < TILE) { /* rows after the last one are not the head's */
             memset(last, 0, sizeof last);
             k = memcpy(last, k, rows * D * sizeof *k);
         } else
@@ -250,7 +251,7 @@ INLINE void weighted_sum(
 }
 
 /* e [n] = exp(x - the largest x), and lse = log of the sum of exp(x). Returns 1 / the sum of e, 0
-   if every x is -inf. A NaN among x makes the result NaN, and so the output. */
+   if every x is -inf. A NaN in x makes the result and so the output NaN. */
 static __attribute__((noinline)) float softmax(const float *x, float *e, long n, float *lse) {
     float most = -INFINITY, total = 0.0f;
 #pragma omp simd reduction(max : most)
@@ -267,8 +268,8 @@ static __attribute__((noinline)) float softmax(const float *x, float *e, long n,
 }
 
 /* Attention of B <= FOUR queries q [B, D] over the rows of their head, into out [B, D], lse [B]
-   and, if not NULL, logits [B, n] with rows `pitch` apart. tiles: multiply by them, if they fit. p
-   [B, n] is memory to work with. */
+   and, if not NULL, logits [B, n] with rows `pitch` apart. tiles: use them, if they fit. p [B, n]
+   is work space. */
 INLINE void attend(
     const int B, const int W, const int kind, const int stored, int tiles, const Segment *r,
     const char *q, float *logits, long pitch, float *lse, char *out, float *p

@@ -4,11 +4,11 @@ This is Flash-Decoding (split-KV attention) in one launch instead of two. The ro
 divided among several programs, in pieces of the same size for all heads, so that the programs of
 the grid suffice for any lengths. The lengths are read on the device, and the grid is the same at
 every step, so that one CUDA graph serves all steps. A program has one piece, and its number is that
-of its partial result. Few rows are divided among fewer programs: parts cost time too, when they are
-joined. Programs count the parts of a head that are written. The program that writes the last one
-joins all of them by their log-sum-exp, in the order of the rows, so the result does not depend on
-which program was last. The G query heads of a KV head share a tile of 16 rows, the fewest that
-matrix instructions take. Specification: `plain.py`.
+of its partial result. Few rows are divided among fewer programs, because joining parts takes time
+too. The programs count the finished parts of a head. The one that finishes the last part joins all
+of them by their log-sum-exp, in the order of the rows, so the result does not depend on which
+program was last. The G query heads of a KV head share a tile of 16 rows, the fewest that matrix
+instructions allow. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -56,9 +56,9 @@ def _join(
 ):
     """Join the `count` parts of a head, from `first` on, to its output.
 
-    BU * BW parts are read at once: all threads together have the numbers of BW parts, and each has
-    its numbers of BU such lots. So threads need nothing from each other until the end, and no load
-    waits for another one.
+    BU * BW parts are read at once: all threads together hold the numbers of BW parts, and each
+    thread holds its numbers of BU such lots. So threads need nothing from each other until the end,
+    and no load waits for another one.
     """
     g = tl.arange(0, GJ)
     d = tl.arange(0, DP)
@@ -104,7 +104,7 @@ def _join(
     tl.store(lse + to, tl.where(some, (top + tl.log2(weight)) / _LOG2E, -float("inf")), mask=g < G)
 
 
-# The slices of the layers may have any alignment, and one build must serve all layers.
+# Slices of the layers may have any alignment, and one build must serve all layers.
 @triton.jit(
     do_not_specialize=["width"],
     do_not_specialize_on_alignment=["start", "length", "pos", "oldest", "logits", "lse"],
@@ -153,8 +153,8 @@ def split(
     starts = tl.load(start + heads, mask=heads < H, other=0)
     units = tl.cdiv(rows, _UNIT)
     total = tl.sum(units, 0)
-    # Units of a piece. Every head has one piece more than fill up, at most, so the grid suffices
-    # for the larger number whatever the lengths are, and for the smaller one often.
+    # Units of a piece. A head has at most one piece that is not full, so the grid always suffices
+    # for the larger number, and often for the smaller one.
     small = tl.maximum(tl.cdiv(total, P), LEAST)
     large = tl.maximum(tl.cdiv(total, P - H + 1), LEAST)
     pieces, more = tl.cdiv(units, large), tl.cdiv(units, small)
@@ -183,8 +183,8 @@ def split(
             ok = s + n < stop
             tile = at * D + (n[:, None] * D + d[None, :])
             inside = ok[:, None] & real[None, :]
-            # In every tile again, though they stay the same: so they come along with the first
-            # keys, which would otherwise wait for them.
+            # Loaded again in every tile, although they are the same: so they arrive together with
+            # the first keys, which would otherwise wait for them.
             query = tl.load(
                 q + (head * G + g)[:, None] * D + d[None, :],
                 mask=((g < G) & (tl.full((GP,), s, tl.int32) < stop))[:, None] & real[None, :],
@@ -237,7 +237,7 @@ def split(
         if others == count - 1:
             tl.store(arrived + head, 0)  # for the next launch
             _join(part, part_lse, out, lse, head, before, count, G, D, GJ, DP, BU, BW)
-    if (program < H) & (_at_index(rows, heads, program) == 0):  # no program has a part of it
+    if (program < H) & (_at_index(rows, heads, program) == 0):  # no program has a part of this head
         none = (tl.arange(0, GJ) < G)[:, None] & (tl.arange(0, DP) < D)[None, :]
         to = program * G + tl.arange(0, GJ)
         blank = tl.zeros((GJ, DP), out.dtype.element_ty)
@@ -248,9 +248,9 @@ def split(
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """block: rows of a tile; programs: how many there are, at least one a head; each has `warps`
-    warps and loads `stages` tiles ahead, and has `least` rows at least where its head has them;
-    joined: numbers of parts that a thread reads at once."""
+    """block: rows of a tile; programs: their number, at least one per head; each has `warps` warps,
+    loads `stages` tiles ahead, and has at least `least` rows if its head has as many; joined: how
+    many numbers of parts a thread reads at once."""
 
     block: int
     warps: int
@@ -260,7 +260,7 @@ class Config:
     joined: int = 64
 
     def grid(self, heads: int) -> int:
-        """Programs of a launch for so many heads."""
+        """The number of programs of a launch for `heads` heads."""
         return max(self.programs, heads)
 
 
@@ -294,8 +294,8 @@ def configure(
 def workspace(
     heads: int, group: int, size: int, config: Config, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the parts that programs write for each other, over H heads of G queries of size D:
-    [P, G, D] and their log-sum-exps [P, G]."""
+    """Memory for the parts that programs exchange, for H heads of G queries of size D: [P, G, D]
+    and their log-sum-exps [P, G]."""
     part, lse = (config.grid(heads), group, size), (config.grid(heads), group)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     return torch.empty(part, **float32), torch.empty(lse, **float32)

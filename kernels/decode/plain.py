@@ -1,8 +1,8 @@
-"""The decode step: attention of one token over the rows of each head, and the row that leaves a
-head over its cap.
+"""The decode step: attention of one token over the rows of each head, and the choice of the row
+that leaves a head over its cap.
 
 All functions work on the segments of an arena and never wait for the device: shapes do not depend
-on values. Indices are int64. Rows that are not in use may hold any value, also NaN.
+on values. Indices are int64. Unused rows may hold any value, even NaN.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ class Segments(NamedTuple):
     """The rows of one layer's heads, to attend to.
 
     k, v [R, D]; start, length int64 [H]: head h has rows start[h] .. start[h] + length[h] - 1. No
-    length exceeds `width`. pos int32 [R]: the position of each row. oldest int64 []: with it, a
-    query sees rows with pos >= oldest, one at least if the head has rows. With k_scale and v_scale
-    float32 [R], k and v are int8: row r means k_scale[r] * k[r] and v_scale[r] * v[r].
+    length exceeds `width`. pos int32 [R]: the position of each row. oldest int64 []: if given, a
+    query sees only rows with pos >= oldest, of which there is at least one if the head has rows.
+    With k_scale and v_scale float32 [R], k and v are int8: row r means k_scale[r] * k[r] and
+    v_scale[r] * v[r].
     """
 
     k: Tensor
@@ -42,9 +43,9 @@ class Segments(NamedTuple):
 class Rows:
     """The heads of all layers at the end of a decode step, and which of their rows may leave.
 
-    start, length, cap int64 [L, H]: a head's first row, its rows in use with the new one (one at
-    least), and how many it may keep; pos int32 [R]: the position of each row; newest int64 []: the
-    position of the new row. Only a head that is over its cap, length > cap, gives up a row.
+    start, length, cap int64 [L, H]: a head's first row, its number of rows in use (at least one,
+    the new row included), and how many it may keep; pos int32 [R]: the position of each row; newest
+    int64 []: the position of the new row. Only a head over its cap, length > cap, loses a row.
 
     Rows with pos < pinned never leave. Of the others, a row is *evictable* if
     sinks <= pos <= newest - recent. If a head has no such row, then those with pos < newest are.
@@ -62,8 +63,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """The row of a new token in each head of one layer, for a kernel that first chooses the row
-    which it overwrites in a full head.
+    """The row of a new token in each head of one layer, for a kernel that first chooses the row to
+    overwrite in a full head.
 
     query [H, G, D]; key and value [H, D]: of the token. start, length, cap, free_slot int64 [H]: as
     in `Arena`; the kernel writes the victims to free_slot. position int64 []: the token's. columns:
@@ -71,7 +72,8 @@ class NewRow:
     width: no length exceeds it. pinned: positions below it never leave. shown int32 [R]: the
     positions as the policy sees them; columns["pos"] if no row leaves last. turn: cosine and sine
     [1, 1, D], and the output for rotated queries [H, G, D]; None if queries and keys are already
-    rotated. arrived int32 [H]: zeros before and after, in which a GPU kernel counts its programs.
+    rotated. arrived int32 [H]: zeros before and after; a GPU kernel counts its finished programs in
+    it.
     """
 
     layer: int
@@ -92,9 +94,9 @@ class NewRow:
 
 
 class HashRule(Protocol):
-    """What a kernel needs of HashEvict (arXiv 2412.16187). matrix: the projection [D, bits] of a
-    layer, float32, on the device of `like`. hash_with: "key" if the new key is the probe, else the
-    queries are. sinks and recent: as in `Rows`."""
+    """What a kernel needs to know about HashEvict (arXiv 2412.16187). matrix: the projection [D,
+    bits] of a layer, float32, on the device of `like`. hash_with: "key" if the new key is the
+    probe, otherwise the queries are. sinks and recent: as in `Rows`."""
 
     @property
     def sinks(self) -> int: ...
@@ -121,12 +123,12 @@ def ragged_attention(
     float32; 0 and -inf for a head without rows. Products are summed in float32; probabilities may
     be rounded to v's dtype before they are multiplied with v.
 
-    Written in place where given: `lse` float32 [H, G], which is then the one that is returned;
-    `logits` float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head,
-    -inf where a row is not seen. Beyond a head's length they mean nothing.
+    Written in place if given: `lse` float32 [H, G], which is then the returned tensor; `logits`
+    float32 [H, G, C], C >= width: the scaled logits of rows 0 .. length - 1 of each head, -inf
+    where a row is not seen. Beyond a head's length they are undefined.
 
-    `arrived` int32 [H], zeros before and after: in it a GPU kernel counts which of its programs
-    have finished. Not used here. A kernel that needs it allocates it if it is None.
+    `arrived` int32 [H], zeros before and after: a GPU kernel counts its finished programs in it.
+    Not used here. A kernel that needs it allocates it if it is None.
     """
     index, live = in_use(rows.start, rows.length, rows.width, len(rows.k))
     seen = live
@@ -168,7 +170,7 @@ def lowest(scores: Tensor, pos: Tensor, start: Tensor, over: Tensor, free_slot: 
 def in_use(start: Tensor, length: Tensor, width: int, rows: int) -> tuple[Tensor, Tensor]:
     """Rows of heads with start, length [...]: (index [..., width], live bool [..., width]).
 
-    Padding repeats the head's last row, so it is harmless to write to it what that row also gets.
+    Padding repeats the head's last row, so writing that row's value to it is harmless.
     For a head without rows it may be any row.
     """
     reach = torch.arange(width, device=start.device)

@@ -1,11 +1,11 @@
-"""`ragged_attention` on a CPU without a C compiler. Rows are not gathered: heads are views of them.
+"""`ragged_attention` on a CPU without a C compiler. Rows are not gathered: heads are views.
 
 On a CPU the starts and lengths of the heads can be read without waiting. They decide how attention
-is computed. Heads of one length at even distances are one batch. Uneven heads are one product over
-all rows of the layer, if that is small; else they are computed one after the other. Rows whose
-dtype is not that of the products are converted first. So are bfloat16 rows if the processor does
-not multiply bfloat16, because torch takes eleven times as long otherwise. Many rows are converted
-head by head, so that the copies stay small.
+is computed. Heads of equal length at even distances form one batch. Uneven heads are one product
+over all rows of the layer, if that is small; otherwise they are computed one after another. Rows
+whose dtype is not that of the products are converted first. So are bfloat16 rows if the processor
+does not multiply bfloat16, because torch takes eleven times as long otherwise. Many rows are
+converted head by head, so that the copies stay small.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from minikv.kernels.decode.plain import Segments
 from minikv.kernels.native import choice
 
-_JOINT = 1 << 19  # up to so many logits, one product is faster than a loop over uneven heads
+_JOINT = 1 << 19  # up to this many logits, one product is faster than a loop over uneven heads
 _LAYOUTS = 128  # how many are cached: about as many as a model has layers
-_CACHED = 1 << 15  # a layout of more numbers is made anew: 128 of these take 16 MiB
-_CONVERTED = 1 << 22  # up to so many numbers, the keys of a layer are converted together
+_CACHED = 1 << 15  # a layout of more numbers is not cached: 128 of these take 16 MiB
+_CONVERTED = 1 << 22  # up to this many numbers, the keys of a layer are converted together
 
 
 def ragged_attention(
@@ -62,7 +62,8 @@ def ragged_attention(
 def _batched(
     q: Tensor, rows: Segments, begin: int, apart: int, count: int, logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """For heads of `count` rows: the first begins at row `begin`, each other one `apart` later."""
+    """For heads of `count` rows: the first begins at row `begin`, each further one `apart` rows
+    later."""
     heads = len(q)
     keys, values, key_scale, value_scale = (
         None if t is None else _batch(t, begin, heads, apart, count)
@@ -146,7 +147,7 @@ def _layout(starts: tuple[int, ...], counts: tuple[int, ...]) -> tuple[Tensor, T
 
 
 _cached_layout = lru_cache(maxsize=_LAYOUTS)(_layout)
-"""It does not change from step to step once every head is at its cap."""
+"""A layout stays the same from step to step once every head is at its cap."""
 
 
 def _batch(t: Tensor, begin: int, heads: int, apart: int, count: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""Which rows leave, and where the others move."""
+"""Chooses which rows leave, and moves the others."""

@@ -1,8 +1,8 @@
-"""Which rows stay, in Triton: the k-th largest order key is found without sorting.
+"""Chooses which rows stay, in Triton: finds the k-th largest order key without sorting.
 
-Three launches find it: two count the keys by ten bits each, and the third lists the keys that share
-the twenty bits of the k-th, usually a few. Its program that ends last searches the list. For a few
-rows one program searches them all. Specification: `plain.py`.
+This takes three launches: two count the keys by ten bits each, and the third lists the keys that
+share the twenty bits of the k-th, usually a few. The last program to finish searches the list. For
+a few rows one program searches them all. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -44,8 +44,8 @@ def _order_key(scores, pos, free, out, scores_head, pos_head, free_head, rows, B
 
 @triton.jit
 def _rank(counts):
-    """int32: which of the largest keys is looked for, counted from 1. If that is more than there
-    are, the number does not matter."""
+    """int32: the rank of the wanted key, counted from 1. If there are fewer keys, the number does
+    not matter."""
     return tl.minimum(tl.maximum(tl.load(counts), 1), 0x7FFFFFFF).to(tl.int32)
 
 
@@ -57,8 +57,8 @@ def _high(key):
 
 @triton.jit
 def _digit(counts, k, BINS: tl.constexpr):
-    """Which digit the k-th largest number has, or -1 if there are fewer; and its rank among those
-    of this digit. counts int32 [BINS]: how many have each."""
+    """The digit of the k-th largest number, or -1 if there are fewer; and its rank among those with
+    this digit. counts int32 [BINS]: how many numbers have each digit."""
     i = tl.arange(0, BINS)
     count = tl.load(counts + i)
     digit = tl.sum((tl.cumsum(count, 0, reverse=True) >= k).to(tl.int32), 0) - 1
@@ -67,8 +67,8 @@ def _digit(counts, k, BINS: tl.constexpr):
 
 @triton.jit
 def _edge(keys, rows, k, BN: tl.constexpr, CACHE: tl.constexpr):
-    """int64: the k-th largest of `rows` keys, or another number that is above exactly as many; the
-    key of rows that are not free, which do not count, if there are fewer than k others.
+    """int64: the k-th largest of `rows` keys, or another number that is above exactly as many keys.
+    If there are fewer than k free rows, the key of rows that are not free.
 
     The keys between `lo` and `hi` are divided into four at each pass. CACHE: how they are read."""
     low = tl.full((BN,), _MOST, tl.int64)
@@ -125,10 +125,10 @@ def _numbers(
     BN: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """int64 [HP]: how many of the layer's `all_` best rows each head holds. Of equal keys, the
-    first heads get theirs. LISTED: of the `many` keys, `whose` names the head; more int32 [HP] has
-    the better ones that are not listed, have int32 [HP] all of the head. Else the keys are those of
-    all heads, and nothing is counted yet."""
+    """int64 [HP]: how many of the layer's `all_` best rows each head holds. Of equal keys, those of
+    the first heads count. LISTED: `whose` gives the head of each of the `many` keys; more int32
+    [HP] counts the better keys that are not listed, have int32 [HP] all free rows of the head.
+    Otherwise the keys are those of all heads, and nothing is counted yet."""
     tied = tl.zeros((HP,), tl.int32)
     for s in tl.range(0, many, BN):
         j = s + tl.arange(0, BN)
@@ -162,8 +162,8 @@ def _tally(
     BINS: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """Count keys by their first digit; LATER: by the second, those that have the first digit of the
-    key that is looked for. EACH: for each head, not for all together."""
+    """Count keys by their first digit; LATER: by their second digit, if they have the first digit
+    of the wanted key. EACH: for each head, not for all together."""
     h = tl.program_id(1).to(tl.int64)
     line = h * EACH
     j = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -202,11 +202,11 @@ def _settle(
     HP: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """List the keys that have both digits of the one that is looked for. The program that ends last
-    finds it among them. EACH: it is the result int64 [H]; else `wanted` is.
+    """List the keys that have both digits of the wanted key. The last program to finish finds it
+    among them. EACH: it is the result int64 [H]; otherwise the result is that of `wanted`.
 
-    notes int32, zeros: the length of each list, how many programs ended; without EACH for each head
-    how many better keys are not listed, and how many rows are free."""
+    notes int32, zeros: the length of each list, and how many programs have finished; without EACH
+    also, for each head, how many better keys are not listed and how many rows are free."""
     h = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1)
     line = h * EACH
@@ -230,8 +230,8 @@ def _settle(
         both = tl.sum(more | (ok.to(tl.int32) << 16), 0)  # one sum, fewer registers
         tl.atomic_add(sums + h, both & 0xFFFF, sem="relaxed")
         tl.atomic_add(sums + heads + h, both >> 16, sem="relaxed")
-    # As in decode.py: the barrier puts what all threads wrote before the count, and the atomic puts
-    # that before what the program that counts last reads.
+    # As in decode/gpu.py: the barrier orders the stores of all threads before the count, and the
+    # atomic orders these before the reads of the last program.
     tl.debug_barrier()
     others = tl.atomic_add(ended + line, 1, sem="acq_rel", scope="gpu")
     if others == tl.num_programs(0) * (heads // lists) - 1:
@@ -288,7 +288,7 @@ def _chosen(
 
 @triton.jit(do_not_specialize=["heads", "rows"], do_not_specialize_on_alignment=["key", "total"])
 def _wanted(key, total, out, heads, rows, HP: tl.constexpr, BN: tl.constexpr):
-    """Of few rows: one program finds the edge of all heads and counts."""
+    """For few rows: one program finds the edge of all heads and counts."""
     i = tl.arange(0, HP)
     many = heads * rows
     edge = _edge(key, many, _rank(total), BN, "")
@@ -335,8 +335,8 @@ def wanted(key: Tensor, total: Tensor, most: int) -> Tensor:
 
 
 def _settled(key: Tensor, counts: Tensor, *, each: bool) -> Tensor:
-    """int64 [H]. each: of each head's order keys, the one of rank counts[h], or another with which
-    as many are chosen. Else `plain.wanted`, with counts int64 [] as its total."""
+    """int64 [H]. each: the order key of rank counts[h] in each head, or another number that selects
+    as many rows. Otherwise `plain.wanted`, with counts int64 [] as its total."""
     heads, rows = key.shape
     lists = heads if each else 1
     tallied, noted = 2 * lists * _BINS, 2 * lists + 2 * heads
@@ -360,5 +360,5 @@ def _grid(rows: int, lines: int) -> tuple[int, int]:
 
 
 def _heads(heads: int) -> int:
-    """How many heads a kernel counts rows for: one for every thread of a warp, or more."""
+    """The number of heads for which a kernel counts rows, at least the threads of a warp."""
     return max(32, power(heads))

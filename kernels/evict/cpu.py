@@ -1,5 +1,5 @@
 """The end of a decode step, in C (`step.c`): update the statistics of all rows, and choose the
-victim of each head that is over its cap.
+victim of each head over its cap.
 
 A decode step passes contiguous tensors in main memory: float32 logits, scores and statistics, int32
 positions, int64 layouts. Anything else is a bug and fails an assertion.

@@ -2,7 +2,7 @@
 
 Only the device knows how many rows a head keeps. The grid covers the most that a head may keep, and
 a program beyond a head's count ends at once. Rows of earlier turns are read from a copy, because
-other rows may be written to their place. Specification: `plain.py`.
+other rows may overwrite them. Specification: `plain.py`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -138,7 +138,7 @@ def gather_columns(
 
 
 def _aligned(column: Tensor) -> Tensor:
-    """`column`, copied if it is not contiguous or begins anywhere but at a multiple of 16 bytes,
-    for which there would be another build."""
+    """`column`, copied if it is not contiguous or not aligned to 16 bytes, which would need another
+    build."""
     column = column.contiguous()
     return column if column.data_ptr() % 16 == 0 else column.clone()

@@ -44,7 +44,7 @@ def _mean_prob(logits, lse, head, width, j, ok, G: tl.constexpr):
 
 @triton.jit
 def ordered(score):
-    """int32, larger for a larger score; a NaN comes after all numbers, and may leave, too."""
+    """int32, larger for a larger score; a NaN comes after all numbers, and may leave too."""
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats have the reverse order
     return tl.where(score == score, bits, NO_ORDER - 1)
@@ -139,7 +139,7 @@ def _h2o(
         some += evictable.to(tl.int32)
     victim = tl.full((), -1, tl.int64)
     if count > tl.load(cap + head):
-        tl.debug_barrier()  # what other threads of the program stored is read below
+        tl.debug_barrier()  # values stored by other threads are read below
         shown_rows = tl.sum(seen, 0)
         newer = tl.maximum(tl.minimum(wanted, shown_rows - 1), 1)
         least, found = lowest_of(best, row)
@@ -232,7 +232,7 @@ def _roco(
         some += evictable.to(tl.int32)
     victim = tl.full((), -1, tl.int64)
     if over:
-        tl.debug_barrier()  # what other threads of the program stored is read below
+        tl.debug_barrier()  # values stored by other threads are read below
         few = tl.maximum(tl.minimum(tl.load(steady_rows + head), tl.sum(some, 0)), 1)
         limit = nth(orders, count, few - 1, BN)[0]
         best = tl.full((BN,), NONE, tl.int64)
@@ -281,7 +281,7 @@ def _step(
     block: int = _BLOCK,
 ) -> None:
     """See `plain.evict`. `block`: rows that a program reads at once. RoCo overwrites the logits of
-    the first query of each group, whose memory takes the order of the variances."""
+    the first query of each group with the order of the variances."""
     tables = rows.start, rows.length, rows.cap, rows.pos, rows.newest
     args = logits, lse, *tables, free_slot, *columns, quota
     assert all(t.is_contiguous() for t in args)
@@ -299,8 +299,8 @@ MOST_ROWS = tl.constexpr(1 << 21)
 
 @triton.jit
 def nth(orders, rows, rank, BN: tl.constexpr):
-    """int32: the order of `rank`, counted from 0, among `rows` orders int32; `NO_ORDER` if there
-    are not so many below it. And how many orders are lower. There are fewer than MOST_ROWS."""
+    """int32: the order of rank `rank`, counted from 0, among `rows` orders int32 (fewer than
+    MOST_ROWS); `NO_ORDER` if fewer are below it. Also how many orders are lower."""
     found = tl.full((), -(1 << 31), tl.int32)
     below = tl.full((), 0, tl.int64)
     for i in tl.range(0, 16):
@@ -314,7 +314,7 @@ def nth(orders, rows, rank, BN: tl.constexpr):
             one += (order < found + step).to(tl.int32)
             two += (order < found + 2 * step).to(tl.int32)
             three += (order < found + 3 * step).to(tl.int32)
-        # The three counts in one number, as each sum makes all threads wait for each other.
+        # The three counts in one number, because each sum makes all threads wait for each other.
         each = one.to(tl.int64) | (two.to(tl.int64) << _BITS)
         each |= three.to(tl.int64) << (2 * _BITS)
         counts = tl.sum(each, 0)

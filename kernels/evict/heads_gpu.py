@@ -1,7 +1,7 @@
-"""How many rows each head keeps, and which these are, in Triton: one launch for each operation.
+"""Decides how many rows each head keeps, and which, in Triton: one launch for each operation.
 
-In torch each would be ten to forty launches on a few numbers; at the end of a prompt of 8,192
-tokens that was nine tenths of the time. There are few heads, so one program compares each with each
+In torch each would be ten to forty launches on a few numbers, which took nine tenths of the time at
+the end of a prompt of 8,192 tokens. There are few heads, so one program compares each with each
 instead of sorting. Specification: `plain.py`.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from minikv.kernels.evict.plain import Tables
 from minikv.kernels.gpu import head_stride, lines, power
 
-_MANY, _WARPS = 4096, 16  # rows of a round, and warps, of a program that has all rows of a head
+_MANY, _WARPS = 4096, 16  # rows of a round, and warps, of a program with all rows of a head
 _LISTED = 1024  # rows of a round of `_survivors`
 
 

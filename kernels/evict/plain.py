@@ -1,8 +1,9 @@
-"""Which rows stay, by the order of their scores: no value is read back from the device.
+"""Chooses which rows stay, by the order of their scores. No value is read back from the device.
 
 A row is free if its score decides whether it stays. Counts are int64 [H]. `most` is an upper bound,
-known on the host, of a number that only the device knows. Of equal scores, the younger row stays,
-then that of the first head. `tests/policies/oracle.py` makes the same choices in plain Python.
+known on the host, of a number that only the device knows. Of rows with equal scores the younger
+stays, and of these the one in the first head. `tests/policies/oracle.py` makes the same choices in
+plain Python.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 evict: Mapping[str, Callable[..., None]] = {}
-"""Of step policies, by name: all that the end of a step does, for all heads, in one kernel. In
-torch it is the policy's own file.
+"""For step policies, by name: the whole end of a step for all heads, in one kernel. The torch form
+is in the policy's own file.
 
 It takes this step's logits [L, H, G, C] and lse [L, H, G], which it may overwrite, `Rows`,
-free_slot [L, H], which gets each head's victim or -1, the policy's columns [R] in its order, and
-int64 [L, H], what `StepPolicy.quota` returned.
+free_slot [L, H], to which it writes each head's victim or -1, the policy's columns [R] in its
+order, and the result of `StepPolicy.quota`, int64 [L, H].
 
 h2o (arXiv 2306.14048, section 4) adds the step's probabilities to the column of sums; the row with
 the lowest sum is the victim. quota: how many of a head's newest rows are kept.
@@ -28,13 +29,14 @@ sums, squares and counts; of the rows with the smallest variances, the one with 
 the victim. quota: how many rows with the smallest variances are candidates."""
 
 Tables = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Of one layer: start, length, capacity, cap and free slot of each head, int64 [H] each."""
+"""The tables of one layer: start, length, capacity, cap and free slot of each head, int64 [H]
+each."""
 NOT_FREE = torch.iinfo(torch.int64).min
 """The order key of a row that is not free."""
 
 
 def divide(pos: Tensor, sinks: int, young: int, pinned: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Which rows stay whatever their score, and which are free: bool [H, N] each.
+    """Which rows stay regardless of their score, and which are free: bool [H, N] each.
 
     pos int64 [H, N], -1 for no row. The rows below position `sinks` stay, those from `young` on,
     and those below `pinned`. Also int64 [3, H]: how many stay, how many of these are not pinned,
@@ -91,8 +93,8 @@ def share(need: Tensor, times: int, even: int, parts: int, most: Tensor, total: 
     wish = need * times + total * even
     total = torch.minimum(total, most.sum())
     full = most * parts
-    # A head is full if all heads together, each raised by as much as it has room or to its `most`,
-    # would not have more than there is. The others are raised by the same amount.
+    # A head is full if there is enough to raise all heads by the amount that it lacks, or to their
+    # `most` if that is less. The others are raised by the same amount.
     raised = torch.minimum(full, wish + (full - wish)[:, None])
     whole = total * parts
     is_full = raised.sum(1) <= whole
@@ -111,7 +113,7 @@ def fill(used: Tensor, total: int) -> Tensor:
 
     fill([3, 9, 3], 18) == [5, 9, 4].
     """
-    # A head is raised if all that are no fuller can be raised to what it has.
+    # A head is raised if all heads with fewer rows can be raised to its level.
     raised = torch.maximum(used, used[:, None]).sum(1) <= total
     count = raised.sum()
     spare = total - (used * ~raised).sum()
@@ -122,11 +124,11 @@ def fill(used: Tensor, total: int) -> Tensor:
 
 
 def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tensor:
-    """`counts` of free rows, changed so that each head keeps at least `least` rows, where it can.
+    """`counts` of free rows, changed so that each head keeps at least `least` rows, if possible.
 
-    Heads that would keep fewer get rows from those that keep most, one row after the other. No head
-    gives so many that it keeps fewer than `least`. sure: rows that a head keeps whatever their
-    score, pinned ones not counted. free: its free rows. All int64 [H].
+    Heads that would keep fewer get rows from those that keep the most, one row after another. No
+    head gives so many that it keeps fewer than `least`. sure: rows that a head keeps regardless of
+    their score, without pinned ones. free: its free rows. All int64 [H].
     """
     if least == 0:
         return counts
@@ -149,9 +151,8 @@ def ensure_least(counts: Tensor, sure: Tensor, free: Tensor, least: int) -> Tens
 def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     """The rows that stay, ascending by position: (index int64 [H, N], count int64 [H]).
 
-    keep bool [H, N]; order int64 [H, B]: the first B rows by position; the others follow as they
-    are. The rows that head h keeps are index[h, :count[h]]; the entries after them may hold
-    anything.
+    keep bool [H, N]; order int64 [H, B]: the first B rows by position; the others follow in their
+    order. The rows that head h keeps are index[h, :count[h]]; later entries are undefined.
     """
     heads, rows = keep.shape
     early = order.shape[1]
@@ -159,7 +160,7 @@ def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
     if early:
         keep = torch.cat((keep[:, :early].gather(1, order), keep[:, early:]), 1)
         named = torch.cat((order, named), 1)
-    place = torch.where(keep, keep.cumsum(1) - 1, rows)  # the others in a column of their own
+    place = torch.where(keep, keep.cumsum(1) - 1, rows)  # the others go to an extra column
     index = order.new_empty((heads, rows + 1)).scatter_(1, place, named)
     return index[:, :rows], keep.sum(1)
 
@@ -167,11 +168,12 @@ def survivors(keep: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
 def lay_out(
     count: Tensor, begin: int, tables: Tables, floor: int, total: int, spare: int, owned: int
 ) -> None:
-    """Write a layer's tables for heads that hold count int64 [H] rows, side by side from `begin`.
-    No head has a free slot.
+    """Write a layer's tables for heads that hold count int64 [H] rows, with adjacent segments from
+    `begin` on. No head has a free slot.
 
-    Caps are what the heads hold, raised evenly until they sum to `total` (-1: to at least `floor`).
-    A head owns `spare` rows above its cap, raised evenly until they sum to `owned` (-1: no more).
+    Caps are the numbers of rows held, raised evenly until they sum to `total` (-1: raised to at
+    least `floor`). Capacities are `spare` rows above the caps, raised evenly until they sum to
+    `owned` (-1: not raised).
     """
     start, length, capacity, cap, free_slot = tables
     length.copy_(count)
@@ -198,7 +200,7 @@ def gather_rows(
     of `out` (k and v [R, D]) becomes row index[h, r] of head h. The rows of head h are those of
     `old` (k and v [E, D], and int64 [H, B]: which of them are the head's), followed by those of
     `new` (k and v [H, T, D]). Among a head's kept rows, those of `old` also come first. No count
-    exceeds `max_count`. The rows that are written share no memory with `old` and `new`. pos:
+    exceeds `max_count`. The written rows share no memory with `old` and `new`. pos:
     positions int64 [H, N], and int32 [R] for those of the rows of `out`.
     """
     before = 0 if old is None else old[2].shape[1]
@@ -224,7 +226,7 @@ def gather_columns(
     out: Sequence[Tensor],
     max_count: int,
 ) -> None:
-    """As `gather_rows` for columns: out[start[h] + r] = values[h, index[h, r]] in each of them.
+    """Like `gather_rows`, for columns: out[start[h] + r] = values[h, index[h, r]] in each of them.
 
     values [H, N] and out [R], of each column.
     """

@@ -18,12 +18,12 @@
 #include "span.h"
 #include "threads.h"
 
-/* THREADS_FROM: from so many probabilities on, about 50 us of one thread, threads are faster.
-   BLOCK: so many rows are computed at once, so that their data stays in the L1 cache. */
+/* THREADS_FROM: from this many probabilities on, about 50 us of one thread, threads are faster.
+   BLOCK: how many rows are computed at once, so that their data stays in the L1 cache. */
 enum { THREADS_FROM = 30000, BLOCK = 256 };
 
-/* What every step function takes: logits [L, H, G, C], lse [L, H, G], and the fields of `Rows` in
-   kernels/decode/plain.py. */
+/* The common arguments of the step functions: logits [L, H, G, C], lse [L, H, G], and the fields of
+   `Rows` in kernels/decode/plain.py. */
 typedef struct {
     int64_t L, H, G, C;
     const float *logits, *lse;
@@ -32,7 +32,7 @@ typedef struct {
     int64_t newest, sinks, recent, pinned;
 } Heads;
 
-/* The first parameters of every step function, and `Heads` made of them. */
+/* The first parameters of every step function, and a `Heads` of them. */
 #define HEAD_PARAMS                                                                          \
     int64_t L, int64_t H, int64_t G, int64_t C, const float *logits, const float *lse,       \
         const int64_t *start, const int64_t *length, const int64_t *cap, const int32_t *pos, \
@@ -68,7 +68,7 @@ static inline int64_t victim_row(const Heads *a, int64_t i, int found) {
     return a->start[i] + (found < 0 ? 0 : found);
 }
 
-/* How many threads to use: one, or all that torch's own loops use. A team of a size between would
+/* How many threads to use: one, or all that torch's own loops use. A team of another size would
    make OpenMP end the other threads and start them again. */
 static int thread_count(const Heads *a) {
     int64_t weights = 0;

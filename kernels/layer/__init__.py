@@ -1,1 +1,1 @@
-"""What a layer computes beside attention and products, and whole layers of a step."""
+"""The operations of a layer other than attention and products, and whole layers of a step."""

@@ -1,10 +1,10 @@
-"""A layer of a network in C: its small operators (`layer.c`), what follows attention in a layer of
-a decode step (`rest.c`), and all layers of a step in one call (`layers.c`). `plain.py` takes other
-dtypes and strides. Without the others, the network calls one operation after the other
+"""A layer of a network in C: its small operators (`layer.c`), the part after attention in a decode
+step (`rest.c`), and all layers of a step in one call (`layers.c`). For other dtypes and strides,
+`plain.py` replaces the first; without the other two, the network calls one operation after another
 (models/llama.py), with the same results.
 
-Between two calls, threads fall asleep and Python runs on caches that the weights have emptied. In a
-small model that took a third of a step.
+Between two calls, threads fall asleep, and Python runs on caches that the weights have flushed. In
+a small model that took a third of a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from minikv.kernels.product.cpu import struct
 from minikv.kernels.product.matrix import Matrix
 
 _AT_ONCE = 256 << 20
-"""Bytes of weights that one call may read. An interrupt is heard between two calls."""
+"""Bytes of weights that one call may read. Interrupts take effect only between two calls."""
 
 _add_norm = function("add_norm", "innnpppdp")
 _rotate = function("rotate", "innnnpppp")
@@ -67,13 +67,13 @@ def silu_mul(both: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What follows attention in a layer. Called with x [1, hidden], the input of the layer, and
-    mixed [1, heads * D], the output of attention, both bfloat16, it changes x, in place, to the
-    input of the next layer, and returns that layer's queries, keys and values before rotation [1,
-    outs], or the normed row [1, hidden] if there is no next layer. It raises MemoryError.
+    """The part of a layer after attention. A call takes x [1, hidden], the input of the layer, and
+    mixed [1, heads * D], the output of attention, both bfloat16. It changes x in place to the input
+    of the next layer, and returns that layer's queries, keys and values before rotation [1, outs],
+    or the normed row [1, hidden] if there is no next layer. Raises MemoryError.
 
     given: the matrices of out, gate and up, down, and the next layer's queries, keys and values, if
-    there is one; matrices: the same as C reads them.
+    there is one; matrices: the same for C.
     """
 
     given: Sequence[Matrix]
@@ -83,8 +83,8 @@ class Rest:
 
     @property
     def sizes(self) -> tuple[int, int, int, float]:
-        """What all layers of a network have in common: hidden, heads * D, the size between gate and
-        down, and the epsilon of the norms."""
+        """The sizes that all layers of a network share: hidden, heads * D, the size between gate
+        and down; and the epsilon of the norms."""
         return self.given[0].outs, self.given[0].n, self.given[2].n, self.eps
 
     @property
@@ -117,7 +117,7 @@ def rest(
     next_norm: Tensor,
     eps: float,
 ) -> Rest | None:
-    """`Rest` of these matrices; None: C does not take them.
+    """`Rest` of these matrices; None if C does not support them.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     """
@@ -134,7 +134,7 @@ def rest(
 
 @dataclass(frozen=True)
 class StepArena:
-    """The arena of a decode step, whose tensors must stay where they are, as `layers.c` reads it.
+    """The arena of a decode step in the form for `layers.c`. Its tensors must not move.
 
     shape: layers, heads, head size, queries per KV head (0 if there is no lse), and the pitch of
     logits. cache, hashing and heads: `Cache` and `Hashing` of cache.h, and for each layer `Heads`.
@@ -168,14 +168,13 @@ def step_arena(
     *,
     tiles: bool = False,
 ) -> StepArena | None:
-    """The arena of a decode step in the form that `layers` takes; None if C does not take it.
+    """The arena of a decode step in the form for `layers`; None if C does not support it.
 
     columns: k, v, pos and perhaps k_scale and v_scale; these, blank and position: as in `Slots`.
-    start, length and slot int64 [L, H]: each head's rows and its new row. oldest int64 [L], which
-    counts for layers with a window; logits [L, H, G, N] and lse [L, H, G]: as in
-    `ragged_attention`, which gets those of one layer. rule and rows: of a policy that chooses
-    victims by the query, of which C has HashEvict. free_slot int64 [L, H] gets these. tiles: as in
-    `decode.Decode`.
+    start, length and slot int64 [L, H]: each head's rows and its new row. oldest int64 [L], used in
+    layers with a window; logits [L, H, G, N] and lse [L, H, G]: as in `ragged_attention`, for all
+    layers. rule and rows: for a policy that chooses victims by the query, of which C supports
+    HashEvict. The victims are written to free_slot int64 [L, H]. tiles: as in `decode.Decode`.
     """
     k, v, pos = columns["k"], columns["v"], columns["pos"]
     scales = columns.get("k_scale"), columns.get("v_scale")
@@ -225,9 +224,9 @@ def layers(
     norms: Sequence[tuple[Tensor | None, Tensor | None]],
     angles: Sequence[int],
 ) -> Layers | None:
-    """All layers of a decode step, from the `Rest` of each; None: they are not of C, or their sizes
-    differ. By layer: norms of each head's query and key, [D] each, before rotation; and which row
-    of cos and sin it takes."""
+    """All layers of a decode step, from the `Rest` of each; None if these are not C's, or if their
+    sizes differ. norms: by layer, the norms of each head's query and key before rotation, [D] each;
+    angles: the row of cos and sin for each layer."""
     each = [rest for rest in rests if isinstance(rest, Rest)]
     sizes = {rest.sizes for rest in each}
     if len(each) < len(rests) or len(sizes) != 1 or any(len(r.given) < 4 for r in each[:-1]):
@@ -263,8 +262,8 @@ def layers(
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[range]:
-    """Layers with so many bytes of weights, divided into calls: as many layers as `_AT_ONCE`
-    allows, at least one."""
+    """Divide layers with these sizes of weights in bytes into calls: as many layers per call as
+    `_AT_ONCE` allows, at least one."""
     first, total = 0, 0
     for i, size in enumerate(sizes):
         if i > first and total + size > _AT_ONCE:

@@ -97,7 +97,7 @@ def _silu_mul(both, N: tl.constexpr, BN: tl.constexpr):
 
 
 def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """See `plain.add_norm`. Rows too long for a program are left to torch."""
+    """See `plain.add_norm`. Torch computes rows that are too long for a program."""
     rows, size = x.shape
     if size > _MAX_ROW:
         return plain_torch.add_norm(x, y, weight, eps)

@@ -1,14 +1,14 @@
 /* All layers of a decode step in one call, for weights, queries and values in bfloat16. Each layer
-   makes what rotate_append, ragged_attention and rest make one after the other. The threads stay
-   together from the first layer to the last; between two calls they would fall asleep. */
+   computes rotate_append, ragged_attention and rest, one after the other. The threads stay awake
+   from the first layer to the last; between two calls they would fall asleep. */
 #include "cache.h"
 #include "row.h"
 
 #include <stdlib.h>
 
-/* The weights of a layer after attention, as in minikv_rest; of the norms of each head's query and
- * key [D], or NULL; and which row of cos and sin is the layer's. The fields are those of
- * kernels/layer/cpu.py. */
+/* The weights of a layer after attention, as in minikv_rest; those of the norms of each head's
+   query and key [D], or NULL; and the layer's row of cos and sin. The fields are those of
+   kernels/layer/cpu.py. */
 typedef struct {
     const Matrix *matrices;
     const bf16 *mlp_norm, *next_norm, *q_norm, *k_norm;
@@ -25,7 +25,7 @@ typedef struct {
     HashLayer hash;
 } Heads;
 
-/* What all layers share: KV heads, queries of each, and the pitch of logits; whether tiles may be
+/* Common to all layers: KV heads, queries of each, and the pitch of logits; whether tiles may be
    used, as in minikv_attend_head; and HashEvict, or NULL. */
 typedef struct {
     int64_t H, G, pitch, hidden, tiles;

@@ -1,4 +1,4 @@
-/* What follows attention in a layer of a decode step, up to the queries, keys and values of the
+/* The part of a layer after attention in a decode step, up to the queries, keys and values of the
    next layer: products, norms and the activation function of one row, all in bfloat16, in one call.
    The numbers are those of the separate calls in integer.c, product.c and layer.c. Threads wait for
    each other three times, after each of the first three products. Each thread computes the norms,
@@ -53,7 +53,7 @@ static void activate(const Matrix *m, bf16 *both, Rounded rounded, Share columns
         minikv_round_blocks(both, m->n, columns.first / BLOCK, columns.end / BLOCK, rounded);
 }
 
-/* The step in which rows of gate and up are shared: whole blocks and whole tiles. */
+/* The unit in which rows of gate and up are divided: whole blocks and whole tiles. */
 static int64_t unit(const Matrix *gate_up) {
     const int64_t step = minikv_rows_together(gate_up);
     return step > BLOCK ? step : BLOCK;
@@ -69,8 +69,8 @@ static Rounded rounded_in(char *memory, int64_t n) {
     };
 }
 
-/* Bytes that each thread needs for itself, in cache lines of its own: a row, its norm, and a
-   quantized row. And bytes that the threads share: an output, gate and up, a quantized row. */
+/* Private bytes of each thread, in separate cache lines: a row, its norm, and a quantized row. And
+   bytes that the threads share: an output, gate and up, a quantized row. */
 static int64_t own_bytes(const Matrix *m, int64_t hidden) {
     const int64_t widest = m[0].n > hidden ? m[0].n : hidden;
     return (rounded_bytes(widest) + 4 * hidden + 191) / 64 * 64;
@@ -163,7 +163,7 @@ int minikv_rest(
     return 0;
 }
 
-/* Whether minikv_rest takes these four matrices. The last one may have no rows. */
+/* Whether minikv_rest supports these four matrices. The last one may have no rows. */
 int minikv_rest_takes(const Matrix *m) {
     for (int i = 0; i < 4; i++)
         if (m[i].outs && !minikv_rows_together(m + i)) return 0;

@@ -1,4 +1,4 @@
-"""What follows attention in a layer of a decode step, in Triton. There are four launches; each is
+"""The part of a layer after attention in a decode step, in Triton. There are four launches; each is
 the product of one row and a matrix, with the operations before and after it.
 
     out        x += W mixed
@@ -6,18 +6,17 @@ the product of one row and a matrix, with the operations before and after it.
     down       x += W (silu(gate) * up)
     following  W norm(x): queries, keys and values of the next layer
 
-A step reads every weight once, so reading takes the time. A program has a few rows of the weights
-and reads them completely, 16 bytes a thread; it loads the next ones while it multiplies those that
-it has. A row x that is read at once is normed once and stays in registers while the program goes
-through several tiles of rows. Of a longer one, or of plain weights, a thread loads the part that
-its next weights need, which comes from a cache. One program makes each sum, in a fixed order, so
-results are reproducible. The format of the weights matters only where they are unpacked (`_added`)
-and where x is put in the order in which they are (`_spread`).
+A step reads every weight once, so its time is that of reading. A program reads a few whole rows of
+the weights, 16 bytes per thread, and loads the next ones while it multiplies the present ones. If x
+fits, it is normed once and stays in registers while the program goes through several tiles of rows.
+Otherwise, and for plain weights, a thread loads the part of x that its next weights need, from a
+cache. One program computes each sum, in a fixed order, so results are reproducible. The format of
+the weights matters only for unpacking (`_added`) and for the order of x (`_spread`).
 
 Numbers are rounded where the separate calls round them: the norm before and after its weight, the
-product, silu and the sum with x. Packed weights are multiplied in float32 without rounding;
-models/linear.py rounds weights of four bits to bfloat16 first. A bias is
-added in float32, before the product is rounded.
+product, silu and the sum with x. Packed weights are multiplied in float32 without rounding, unlike
+in models/linear.py, which first rounds weights of four bits to bfloat16. A bias is added in
+float32, before the product is rounded.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -39,8 +38,8 @@ from minikv.kernels.product.matrix import Matrix
 PLAIN, EIGHT, FOUR = range(3)
 """The formats of weights."""
 KEEP, ADD, GATE = range(3)
-"""What is done with a product: it is the result, or it is added to `out`, or it is the gate of a
-second product."""
+"""The use of a product: it is the result, or it is added to `out`, or it is the gate of a second
+product."""
 _PLAIN, _EIGHT, _FOUR = tl.constexpr(PLAIN), tl.constexpr(EIGHT), tl.constexpr(FOUR)
 _ADD, _GATE = tl.constexpr(ADD), tl.constexpr(GATE)
 _MOST = 16384  # the most columns of a row that is normed
@@ -69,7 +68,7 @@ def _asked_scales(
     T: tl.constexpr,
 ):
     """[OUT, T]: scale and offset of each thread's group in one number. The scale is its lower half.
-    They are as far away as the weights, so they are asked for as early. 0 if FORM has no
+    They take as long to load as the weights, so they are requested as early. 0 if FORM has no
     groups."""
     if FORM == _FOUR:
         g = start // GROUP + tl.arange(0, T) // (GROUP // 32)
@@ -150,8 +149,8 @@ def _spread(here, FORM: tl.constexpr):
         else:
             e, f, g, h = _fourths(here[2], here[3])
             whole = tl.sum(a + b + c + d + e + f + g + h, 1)
-            # What `_added` has too much: 128 a column, and in every second one 0x4300 / 65536, less
-            # 128 / 65536 because of what is taken from x below; and 8, which step 8 stands for.
+            # The excess in `_added`: 128 per column, and in every second one 0x4300 / 65536, less
+            # 128 / 65536 because of the subtraction from x below; and 8, because step 8 means zero.
             extra = 136.0 * whole + 0.259765625 * tl.sum(c + d + g + h, 1)
             a -= c * 0.0000152587890625  # 1 / 65536
             b -= d * 0.0000152587890625
@@ -177,18 +176,18 @@ def _added(total, kept, pair, x, zero, FORM: tl.constexpr, T: tl.constexpr):
     that belong to them, as `_spread` returns them.
 
     A multiprocessor converts integers to float32 more slowly than it does other operations, so the
-    bits of packed weights are made to those of float32 numbers. Eight bits b, the highest turned
-    over, below the exponent of 2^23 are 2^23 + 128 + b, from which the constant is taken away
-    without error. They are used in place, as multiples of 1 or 256, and x has the inverse.
+    bits of packed weights become part of float32 numbers. Eight bits b, the highest inverted, below
+    the exponent of 2^23 are 2^23 + 128 + b, from which the constant is subtracted without error.
+    They are used in place, as multiples of 1 or 256, and x has the inverse factor.
 
     Steps s and t of four bits, each in half a word below the exponent of 128, are two numbers of
     bfloat16, 128 + s and 128 + t. Shifted to the upper half, the lower one is a float32. So is the
-    upper one as it is, with the lower one behind it: 128 + t + (0x4300 + s) / 65536. For the
-    products with s that are too many, x has less in the columns of s. `extra`, the last part of
-    x, is what all the constants make with x.
+    upper one unshifted, followed by the lower one: 128 + t + (0x4300 + s) / 65536. To cancel the
+    excess products with s, x is smaller in the columns of s. `extra`, the last part of x, is the
+    sum of all constants times x.
 
-    zero: 0, which the compiler does not know. So the exponents are in registers, and one
-    instruction masks the bits and puts the exponent beside them; two constants would take two.
+    zero: 0, unknown to the compiler. So the exponents are in registers, and one instruction masks
+    the bits and inserts the exponent; two constants would take two instructions.
     """
     if FORM == _PLAIN:
         each = tl.reshape(kept, [kept.shape[0], T, 8])
@@ -217,8 +216,8 @@ def _added(total, kept, pair, x, zero, FORM: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def _rows_of(tile, results, OUT: tl.constexpr, THEN: tl.constexpr):
-    """The rows of the weights [OUT] of a tile: behind each gate its second product. Beyond the last
-    row it is read again, and not written."""
+    """The rows of the weights [OUT] of a tile: after each gate its second product. Beyond the end,
+    the last row is read again and not written."""
     i = tl.arange(0, OUT)
     if THEN == _GATE:
         row = tl.minimum(tile * (OUT // 2) + i // 2, results - 1) + i % 2 * results
@@ -229,8 +228,8 @@ def _rows_of(tile, results, OUT: tl.constexpr, THEN: tl.constexpr):
 
 @triton.jit
 def _beside(scales, bias, out, row, FORM: tl.constexpr, THEN: tl.constexpr):
-    """What is beside the products of rows [OUT]: scale, bias, and x to which they are added. It is
-    loaded before the products are made, so that nothing waits for it."""
+    """The other operands for rows [OUT]: scale, bias, and x to which the products are added. They
+    are loaded before the products are computed, so that nothing waits for them."""
     by = tl.load(scales + row).to(tl.float32) if FORM == _EIGHT else 1.0
     more = tl.load(bias + row).to(tl.float32) if bias is not None else 0.0
     before = tl.load(out + row).to(tl.float32) if THEN == _ADD else 0.0
@@ -239,7 +238,7 @@ def _beside(scales, bias, out, row, FORM: tl.constexpr, THEN: tl.constexpr):
 
 @triton.jit
 def _written(total, beside, bias, out, tile, results, FORM: tl.constexpr, THEN: tl.constexpr):
-    """Sum each row of `total` [OUT, T], and write what becomes of the products."""
+    """Sum each row of `total` [OUT, T], apply the rest and write the results."""
     OUT: tl.constexpr = total.shape[0]
     made = tl.sum(total, 1)
     if FORM == _EIGHT:
@@ -280,7 +279,7 @@ def _row_product(
     EACH: tl.constexpr = 1 if FORM == _PLAIN else 4 if FORM == _EIGHT else 8  # columns in a number
     T: tl.constexpr = IN // (8 * EACH if FORM == _PLAIN else 4 * EACH)  # 16 bytes of a row each
     results = outputs // 2 if THEN == _GATE else outputs
-    zero = tl.minimum(outputs, 0)  # which the compiler does not know, see `_added`
+    zero = tl.minimum(outputs, 0)  # unknown to the compiler, see `_added`
     tile = tl.program_id(0)
     row = _rows_of(tile, results, OUT, THEN)
     ahead = _asked(weights, row, tile >= 0, 0, N, EACH, IN)
@@ -331,7 +330,7 @@ def _row_product(
 @dataclass(frozen=True, slots=True)
 class Config:
     """rows: how many rows of the weights a program of `warps` warps multiplies at once; columns:
-    how many columns of them. If that is a whole row, x stays in registers, and at most `programs`
+    how many of their columns. If that is a whole row, x stays in registers, and at most `programs`
     programs go through all rows; 0: one for each tile of rows."""
 
     rows: int
@@ -343,8 +342,8 @@ class Config:
 CONFIGS = {PLAIN: Config(8, 1024, 4), EIGHT: Config(8, 1024, 2), FOUR: Config(4, 2048, 2)}
 """By format. Each thread has 16 bytes of each row at once."""
 HELD = {EIGHT: Config(4, 4096, 8, 396), FOUR: Config(8, 4096, 8, 264)}
-"""For rows of at most so many columns. These were the fastest on an H100, whose 132 multiprocessors
-then have three programs each, or two (docs/measurements/gpu/)."""
+"""For rows of at most this many columns. These were the fastest on an H100, whose 132
+multiprocessors then have two or three programs each (docs/measurements/gpu/)."""
 
 
 def config_of(form: int, n: int) -> Config:
@@ -356,7 +355,7 @@ def config_of(form: int, n: int) -> Config:
 @dataclass(frozen=True, slots=True)
 class Product:
     """A matrix and how it is multiplied. weights: those of the matrix, packed ones as int32; group:
-    so many columns of four bits share a scale."""
+    how many columns of four bits share a scale."""
 
     matrix: Matrix
     form: int
@@ -368,7 +367,7 @@ class Product:
     def __call__(
         self, x: Tensor, out: Tensor, then: int, norm: Tensor | None = None, eps: float = 0.0
     ) -> Tensor:
-        """x [1, n], and what the product becomes in out [1, outs], [1, outs / 2] gated ones."""
+        """Multiply x [1, n] and write the result to out [1, outs], or [1, outs / 2] if gated."""
         matrix, config = self.matrix, self.config
         results = matrix.outs // 2 if then == GATE else matrix.outs
         assert x.shape == (1, matrix.n)
@@ -383,7 +382,8 @@ class Product:
 
 
 def programs_of(config: Config, outs: int, n: int) -> int:
-    """How many programs multiply `outs` rows of n columns: so many that each has as many tiles."""
+    """How many programs multiply `outs` rows of n columns: chosen so that each has the same number
+    of tiles."""
     tiles = -(-outs // config.rows)
     if not config.programs or config.columns < n:
         return tiles
@@ -414,9 +414,9 @@ class NormedProduct:
 
 @dataclass(frozen=True, slots=True)
 class Rest:
-    """What follows attention in a layer. Called with x [1, hidden], the input of the layer, and
-    mixed [1, heads * D], the output of attention, both in the dtype of the norms, it changes x, in
-    place, to the input of the next layer, and returns that layer's queries, keys and values before
+    """The part of a layer after attention. A call takes x [1, hidden], the input of the layer, and
+    mixed [1, heads * D], the output of attention, both in the dtype of the norms. It changes x in
+    place to the input of the next layer, and returns that layer's queries, keys and values before
     rotation [1, outs of `following`], or the normed row [1, hidden] if there is no next layer."""
 
     out: Product
@@ -447,7 +447,7 @@ def rest(
     next_norm: Tensor,
     eps: float,
 ) -> Rest | None:
-    """`Rest` of these matrices; None: these kernels do not take such matrices or norms.
+    """`Rest` of these matrices; None if these kernels do not support such matrices or norms.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     """
@@ -462,7 +462,7 @@ def rest(
 
 
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> NormedProduct | None:
-    """`NormedProduct` of this matrix and norm; None: this kernel does not take them."""
+    """`NormedProduct` of this matrix and norm; None if this kernel does not support them."""
     made = product_of(matrix, norm.dtype)
     if made is None or not _norms(norm, matrix.n):
         return None
@@ -470,8 +470,8 @@ def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> NormedProduct | 
 
 
 def packed_row(matrix: Matrix, kind: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """A function of x [1, n] of dtype `kind`: x times this matrix, and its bias, [1, outs]; None:
-    this kernel does not take the matrix."""
+    """A function of x [1, n] of dtype `kind`: x times this matrix plus its bias, [1, outs]; None if
+    this kernel does not support the matrix."""
     made = product_of(matrix, kind)
     if made is None:
         return None
@@ -479,7 +479,8 @@ def packed_row(matrix: Matrix, kind: torch.dtype) -> Callable[[Tensor], Tensor] 
 
 
 def product_of(matrix: Matrix, kind: torch.dtype, config: Config | None = None) -> Product | None:
-    """The product of a row of dtype `kind` and the matrix; None if the kernel does not take it."""
+    """The product of a row of dtype `kind` and the matrix; None if the kernel does not support
+    it."""
     weights, scales = matrix.weights, matrix.scales
     beside = [part for part in (scales, matrix.bias) if part is not None]
     if kind not in (torch.bfloat16, torch.float16) or matrix.n % 16 or matrix.half:

@@ -1,1 +1,1 @@
-"""The attention that keys receive, for the policies."""
+"""The attention that rows receive, for the policies."""

@@ -1,9 +1,9 @@
 /* The attention that the queries of a prompt give each row: sums, maxima, or each probability. Sums
    and maxima need no T x N probabilities in memory. Specification: kernels/mass/plain.py.
 
-   Keys lie along the lanes of a vector, so that sums over queries are sums of vectors; numbers of
-   queries are broadcast. A block of LANES * WIDE keys is converted to float and transposed once for
-   many queries. The log-sum-exp of every query is an input, so that each probability is final. */
+   The lanes of a vector are keys, so that sums over queries are sums of vectors; numbers of queries
+   are broadcast. A block of LANES * WIDE keys is converted to float and transposed once for many
+   queries. The log-sum-exp of every query is an input, so that each probability is final. */
 #include "lanes.h"
 #include "span.h"
 #include "threads.h"
@@ -17,7 +17,7 @@ enum { TILE = 4 };
 #endif
 enum { WIDE = 3, BLOCK = LANES * WIDE };
 
-/* What is computed from the probabilities of a key: their sum, the largest, or all of them. */
+/* The result for each key: the sum of its probabilities, the largest, or all of them. */
 enum { SUM, PEAK, EACH };
 
 #define QUERY_BYTES (1 << 18) /* of the queries kept as floats at a time: they fit the cache */
@@ -34,7 +34,7 @@ typedef struct {
     int64_t mass_head, mass_group, squares_head, each_head, each_group, each_row;
 } Shape;
 
-/* Inputs and results. Results that are not wanted are NULL. lse [H, G, T]. */
+/* Inputs and results. Unwanted results are NULL. lse [H, G, T]. */
 typedef struct {
     const void *q, *k;
     const int64_t *q_pos, *k_pos, *index;
@@ -70,7 +70,7 @@ INLINE const void *row_at(const void *all, int64_t kind, int64_t at) {
     return (const char *)all + at * item_size((int)kind);
 }
 
-/* Load the queries of head h from t on, as many as there is room for. */
+/* Load the queries of head h from t on, as many as fit. */
 static void load_queries(const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64_t t) {
     r->t = t;
     r->count = s->rows - t < r->most ? s->rows - t : r->most;
@@ -82,8 +82,8 @@ static void load_queries(const Shape *s, const Tensors *x, Workspace *r, int64_t
         }
 }
 
-/* Load the block of keys of head h that begins at key `begin`. Where there is no key, zeros:
-   what lies there may be NaN. */
+/* Load the block of keys of head h that begins at key `begin`. Where there is no key, zeros: the
+   memory there may hold NaN. */
 static void load_keys(const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64_t begin) {
     r->low = INT32_MAX;
     r->high = -1;
@@ -247,7 +247,7 @@ static void blocks(
     }
 }
 
-/* Compute what s->made says into the results of x; see `Shape` and `Tensors`. q [H, G, T, D] and k
+/* Compute the results that s->made selects into x; see `Shape` and `Tensors`. q [H, G, T, D] and k
    of dtype `kind`; q_pos [T] does not decrease; no tensor is empty. For PEAK, mass must be 0 before
    the call. Returns 0, or 2 if there is no memory. */
 int minikv_attention_mass(const Tensors *x, const Shape *s) {

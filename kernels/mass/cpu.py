@@ -1,5 +1,5 @@
 """The attention that queries give each row, in C (`attention_mass.c`). `plain.py`
-takes other dtypes and computes the log-sum-exps that C needs."""
+handles other dtypes and computes the log-sum-exps that C needs."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def peak_attention(
 
 
 def _fits(queries: Queries, part: Part) -> bool:
-    """Whether C takes these queries and keys."""
+    """Whether C supports these queries and keys."""
     q, k, rows = queries.q, part[0], part[1:]
     known = q.dtype == k.dtype and q.dtype in KINDS and q.shape[3] <= _MAX_HEAD_DIM
     listed = all(x.dtype == torch.int64 and (x.stride(1) == 1 or x.shape[1] == 1) for x in rows)

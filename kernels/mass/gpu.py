@@ -3,7 +3,7 @@
 
 A program has a block of keys of one KV head and reads all queries that see them, so no two programs
 add to the same number. Keys are the rows of its products, so sums over queries stay inside a warp.
-It needs the log-sum-exp of each query, which attention leaves. Specification:
+It needs the log-sum-exp of each query, which attention returns. Specification:
 `plain.py`.
 """
 
@@ -107,9 +107,8 @@ def _mass(
         row = tl.load(index + h * index_head + j, mask=inside, other=0).to(tl.int64)
     else:
         row = h * k_head + j.to(tl.int64) * k_row
-    # A missing row of a list may be anywhere. One that is not listed is read before it is known
-    # whether it is missing: what comes of it, a NaN perhaps, stays in its own row, which no query
-    # sees.
+    # The index of a missing row may be anything. A row without an index is read before it is known
+    # to be missing: the result, perhaps NaN, stays in its own row, which no query sees.
     real_key = (at < _FAR) if INDEXED else inside
     there = real_key[:, None] & (d < D)[None, :]
     key = tl.load(k + row[:, None] * D + d[None, :], mask=there, other=0.0)
@@ -117,7 +116,7 @@ def _mass(
         key = key.to(tl.float32)
     first = tl.full((), 0, tl.int32)
     last = rows
-    if SEARCH:  # its loads wait for each other; for a few queries that takes longer than it saves
+    if SEARCH:  # its loads wait for each other: too slow for a few queries
         first = _first(q_pos, rows, lowest)
         if WINDOW:
             last = _first(q_pos, rows, highest + window)
@@ -247,7 +246,7 @@ def _tile(dtype: torch.dtype, size: int, rows: int) -> Tile:
         return Tile(32, 32, 8, 1) if wide <= 128 else Tile(16, 16, 4, 1)
     if wide > 128:
         return Tile(64, 32, 4, 2)
-    if rows <= _FEW:  # so few registers that a multiprocessor has two programs, which wait in turns
+    if rows <= _FEW:  # few registers, so that a multiprocessor runs two programs alternately
         return Tile(128, min(32, max(16, power(rows))), 8, 2)
     return Tile(128, 64, 8, 3)
 
@@ -339,8 +338,8 @@ def _launch(
 
 
 def _dense(queries: Queries) -> tuple[Tensor, Tensor, int | None, Tensor]:
-    """The queries as the kernels read them: lse [H, G, T] as lines [H * G, T] with one stride. For
-    a prompt's last queries, the lines are the ends of longer lines."""
+    """The queries in the form for the kernels: lse [H, G, T] as lines [H * G, T] with one stride.
+    For a prompt's last queries, the lines are the ends of longer lines."""
     q, q_pos, window, lse = queries
     assert lse is not None
     return in_rows(q), q_pos.contiguous(), window, lines(lse.flatten(0, 1))

@@ -1,4 +1,4 @@
-"""The attention that a prompt's queries give each row. Sums never hold T x N probabilities at
+"""The attention that a prompt's queries give each row. Sums never need T x N probabilities at
 once."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from minikv.kernels.attention.plain import visible
 
 _LOGITS = 1 << 19
 """About the most logits of one block: 2 MiB, which fit a processor's cache."""
-_LOGITS_ON_GPU, _LEAST = 1 << 24, 256  # of one block of `rows_lse`, and the rows that it has then
+_LOGITS_ON_GPU, _LEAST = 1 << 24, 256  # of one block of `rows_lse`, and its rows
 
 Part = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 """Keys [H, n, D] and their positions [H or 1, n], -1 for padding. Or an arena's keys [R, D], the
@@ -85,7 +85,7 @@ def add_attention_mass(
     """Add the attention that the queries give each row of a part to mass and squares, in place.
 
     mass float32 [H, G, N]: the sums of probabilities over queries; squares float32 [H, N]: the
-    squares of their means over G, summed over queries. fresh: both are 0, whatever they hold.
+    squares of their means over G, summed over queries. fresh: treat both as 0, whatever they hold.
     """
     q, q_pos, window, lse = queries
     assert lse is not None
@@ -144,8 +144,8 @@ def peak_attention(
 
 
 def _seen_by_all(parts: Sequence[tuple[Tensor, Tensor]], position: int) -> int:
-    """How many rows the first parts have, as long as a query at this position, and every later one,
-    sees a whole part."""
+    """How many rows the first parts have together, up to the first part that a query at this
+    position, or a later one, does not see whole."""
     count = 0
     for _, at in parts:
         if len(at) and not (int(at.min()) >= 0 and int(at.max()) <= position):

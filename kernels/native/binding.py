@@ -20,7 +20,7 @@ FLOAT16, INT8 = 2, 3
 
 
 def loaded() -> ctypes.CDLL:
-    """The compiled library. It exists wherever `dispatch.choose` chose the C kernels."""
+    """The compiled library. It exists if `dispatch.choose` chose the C kernels."""
     found, why = library()
     assert found is not None, why
     return found
@@ -29,8 +29,8 @@ def loaded() -> ctypes.CDLL:
 class Struct:
     """A struct of int64_t and of pointers, or an array of such structs: one field after the other.
 
-    A field is a number, a tensor, another struct or an array, or None. C gets the address of all
-    but numbers, and NULL for None. What the addresses lead to is kept alive."""
+    A field is a number, a tensor, another struct or an array, or None. C receives the addresses of
+    all but numbers, and NULL for None. The objects at these addresses are kept alive."""
 
     def __init__(self, *fields: object) -> None:
         self.fields = fields
@@ -60,8 +60,8 @@ def function(name: str, takes: str, lacking: str = "") -> Callable[..., None]:
     """The function minikv_`name` of the library, which is loaded at the first call.
 
     takes: a letter for each argument: i int, n int64_t, d double, p the address of a tensor, a
-    `Struct` or an array, or None. lacking: what raises MemoryError if the function returns anything
-    but 0; "": it returns nothing.
+    `Struct` or an array, or None. lacking: the subject of the MemoryError that is raised if the
+    function returns anything but 0; "": it returns nothing.
     """
 
     @cache
@@ -76,7 +76,7 @@ def function(name: str, takes: str, lacking: str = "") -> Callable[..., None]:
             raise MemoryError(f"{lacking} found no memory")
 
     def call(*given: Any) -> None:
-        # Not in a `from_param`: ctypes would make an error of its own of an interrupt there.
+        # Not in a `from_param`: ctypes would turn an interrupt there into another error.
         found()(*[one.data_ptr() if isinstance(one, Tensor) else one for one in given])
 
     return call

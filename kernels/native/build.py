@@ -1,11 +1,11 @@
-"""Compile the C sources of `kernels` with the machine's own compiler, once.
+"""Compiles the C sources of `kernels` once, with the machine's own compiler.
 
 The library is kept in the user's cache directory, or else in a temporary directory of the user's
 own. Its name is a hash of the sources, the compiler and the processor. A hash of its content is
-appended to it, because loading a truncated library can kill the process. What is loaded is a copy
-of the bytes that were checked, so that nobody can exchange the file between check and use. Without
-a compiler, or a place to keep the library, `library` says so, and torch computes. This module does
-not import torch.
+appended to it, because loading a truncated library can kill the process. A copy of the checked
+bytes is loaded, so that nobody can exchange the file between check and use. Without a compiler, or
+a directory for the library, `library` says so, and torch computes. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ FLAG_SETS = (
     ("-march=native", "-Wno-unknown-pragmas"),
     ("-Wno-unknown-pragmas",),
 )
-"""With threads, with `omp simd` only, and as plain C. The first set that the compiler accepts is
-used. Clang's threads are not: its OpenMP library and torch's do not work in one process."""
+"""Flags for threads, for `omp simd` only, and for plain C. The first set that the compiler accepts
+is used, except Clang's threads: its OpenMP library and torch's do not work in one process."""
 TIMEOUT = 120.0  # seconds for the compiler
 _ANSWER = 5.0  # seconds for an empty file; a compiler that takes longer hangs
 _ROOM = 32 << 20  # bytes that must be free; the objects and the library take less than 4 MiB
-EXPIRES = 30 * 86400.0  # seconds; when a library is made, older ones than this are removed
+EXPIRES = 30 * 86400.0  # seconds; when a library is made, older ones are removed
 OFF = "MINIKV_NATIVE"
 """Environment variable: if it is 0, no library is compiled or loaded."""
 
@@ -58,7 +58,7 @@ def library() -> tuple[ctypes.CDLL | None, str]:
         for place in _folders():
             data = _checked(place / name)
             if data is not None:
-                with contextlib.suppress(OSError):  # one that cannot be loaded is compiled again
+                with contextlib.suppress(OSError):  # if it cannot be loaded, compile again
                     return _loaded(data), ""
         folder, why = store()
         if folder is None:
@@ -71,12 +71,12 @@ def library() -> tuple[ctypes.CDLL | None, str]:
             data = found.read_bytes()
             with found.open("ab") as file:
                 file.write(_digest(data))
-            found.chmod(0o700)  # for any umask: see `_owned`
+            found.chmod(0o700)  # whatever the umask: see `_owned`
             os.replace(found, folder / name)
         _forget(folder)
-        kept = _checked(folder / name)  # the path may lead elsewhere since `store`
+        kept = _checked(folder / name)  # the path may have changed since `store`
         if kept is None:
-            return None, f"what was compiled in {folder} is damaged, or not yours alone"
+            return None, f"the library compiled in {folder} is damaged, or not yours alone"
         return _loaded(kept), ""
     except OSError as error:
         return None, f"the compiled kernels cannot be kept or loaded: {error.strerror or error}"
@@ -95,7 +95,7 @@ def compiles() -> bool:
 
 
 def remarks() -> list[str]:
-    """What a user should know before the library is compiled, a line each."""
+    """Lines that a user should see before the library is compiled."""
     compiler = find()
     found: list[str] = []
     if switched_off() or compiler is None or library.cache_info().currsize:
@@ -139,9 +139,9 @@ def store() -> tuple[Path | None, str]:
 
 
 def _folders() -> list[Path]:
-    """Where a library may be: minikv/kernels under $XDG_CACHE_HOME or ~/.cache, and a temporary
-    directory of the user's own, which the next start finds again. The paths have no links, but the
-    last folder may be one."""
+    """The possible folders of a library: minikv/kernels under $XDG_CACHE_HOME or ~/.cache, and a
+    temporary directory of the user's own, which the next start finds again. The paths contain no
+    links, except that the last folder may be one."""
     found = [_cache()]
     with contextlib.suppress(OSError):
         found.append(Path(tempfile.gettempdir()) / f"minikv-kernels-{os.getuid()}")
@@ -161,12 +161,12 @@ def _cache() -> Path | None:
 
 
 def _unfit(folder: Path) -> str:
-    """Make the folder if it is not there. Returns why no library can be kept in it, or ""."""
+    """Make the folder if it does not exist. Returns why no library can be kept in it, or ""."""
     try:
         for missing in reversed([p for p in (folder, *folder.parents) if not os.path.lexists(p)]):
             with contextlib.suppress(FileExistsError):
                 missing.mkdir(mode=0o700)
-                missing.chmod(0o700)  # for any umask
+                missing.chmod(0o700)  # whatever the umask
         why = _open_to_others(folder)
         if not why and not os.access(folder, os.W_OK | os.X_OK):
             why = f"{folder} cannot be written to"
@@ -184,11 +184,11 @@ def _open_to_others(folder: Path) -> str:
     about = folder.lstat()
     if not (stat.S_ISDIR(about.st_mode) and _owned(about)):
         return f"{folder} is not yours alone"
-    # In a user namespace the system's administrator has the number of an unknown user.
+    # In a user namespace root has the number of an unknown user.
     trusted = {os.getuid(), 0, Path(folder.anchor).lstat().st_uid}
     for holder in folder.parents:
         about = holder.lstat()
-        # In a sticky folder only owners rename what is theirs.
+        # In a sticky folder, users can rename only their own files.
         exchanged = _shared(about) and not about.st_mode & stat.S_ISVTX
         if about.st_uid not in trusted or exchanged:
             return f"other users may change {holder}"
@@ -217,7 +217,8 @@ def key(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What -march=native depends on: machines that share a home directory may differ in it."""
+    """The facts that -march=native depends on, in which machines that share a home directory may
+    differ."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -253,13 +254,13 @@ def _compile(compiler: str, target: Path) -> str:
 
 
 _ENDED = "it ended with "
-# Errors that no flags cure.
+# Errors that other flags would not prevent.
 _HOPELESS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ENOMEM, errno.EMFILE)
 
 
 def _run(command: list[str]) -> str:
     """Run the compiler. Returns the first line of its errors, or ""."""
-    # Its temporary files are made where the target is, and its errors are the system's own words.
+    # Its temporary files are made next to the target, and its errors are not translated.
     folder = os.path.dirname(command[command.index("-o") + 1])
     try:
         done = subprocess.run(
@@ -317,7 +318,7 @@ def _checked(path: Path) -> bytes | None:
     try:
         if _open_to_others(path.parent):
             return None
-        # No link; to open a named pipe would wait for ever.
+        # No links; and opening a named pipe would wait forever.
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(handle, "rb") as file:
             about = os.fstat(handle)
@@ -337,9 +338,10 @@ def _loaded(data: bytes) -> ctypes.CDLL:
         try:
             with open(handle, "wb", closefd=False) as file:
                 file.write(data)
-            # It stays open: the system's loader would take the next file of this number for it.
+            # It stays open: otherwise the loader would confuse it with the next file of this
+            # number.
             return ctypes.CDLL(f"/proc/self/fd/{handle}")
-        except OSError:  # a system that runs nothing from memory, or has no /proc
+        except OSError:  # the system runs nothing from memory, or has no /proc
             os.close(handle)
     with tempfile.TemporaryDirectory() as made:
         path = Path(made, "native.so")
@@ -352,20 +354,20 @@ def _digest(data: bytes) -> bytes:
 
 
 def _owned(about: os.stat_result) -> bool:
-    """Whether what this is about belongs to this user, and only this user may write to it."""
+    """Whether the file or folder belongs to this user, and only this user may write to it."""
     return about.st_uid == os.getuid() and not _shared(about)
 
 
 def _shared(about: os.stat_result) -> bool:
-    """Whether others than the owner, and this user's own group, may write to what this is about."""
+    """Whether anyone but the owner and this user's own group may write to the file or folder."""
     return bool(
         about.st_mode & stat.S_IWOTH or (about.st_mode & stat.S_IWGRP and not _own(about.st_gid))
     )
 
 
 def _own(group: int) -> bool:
-    """Whether a group is this user's alone: many systems make one for each user, and folders that
-    it may write to."""
+    """Whether a group is this user's alone: many systems make one for each user, and make folders
+    writable for it."""
     import grp
     import pwd
 

@@ -1,5 +1,5 @@
-/* The rows of the KV cache, and what a decode step does with those of one head. No function here
-   starts threads. */
+/* The rows of the KV cache, and the operations of a decode step on those of one head. No function
+   here starts threads. */
 #ifndef MINIKV_CACHE_H
 #define MINIKV_CACHE_H
 
@@ -36,7 +36,7 @@ HIDDEN void minikv_attend_head(
     void *memory
 );
 
-/* HashEvict in all layers: bytes of a code, bits of it, whether the probe is the key and not the
+/* HashEvict in all layers: bytes of a code, bits of it, whether the probe is the key instead of the
    queries, and the rows that never leave. code: the column of codes [R]. The fields are those of
    kernels/append/cpu.py. */
 typedef struct {

@@ -1,6 +1,6 @@
-"""What computes each operation on a CPU, by the processor's instructions: a measured table.
+"""A measured table of what computes each operation on a CPU, by the processor's instructions.
 
-Nothing is timed when minikv runs, so a machine always makes the same choice. The measurements are
+Nothing is timed at run time, so a machine always makes the same choice. The measurements are
 in docs/measurements/cpu.md.
 """
 
@@ -29,7 +29,7 @@ OPERATIONS = (
     "prompts with packed weights",
     "packing",
 )
-"""The names that a user reads; `dispatch.FORMS` says which operations each of them has. Prompt
+"""The names that a user reads; `dispatch.FORMS` says which operations belong to each. Prompt
 statistics are the attention that a prompt's queries give each row. With packed weights, C quantizes
 the activations of a prompt and multiplies integers (`Kernels.integer_prompts`); with tiles it
 unpacks the weights (`Kernels.rows_product`), as torch does."""
@@ -40,8 +40,8 @@ _NOT_MEASURED = dict.fromkeys(OPERATIONS, C) | {
 }
 _C_IN_FLOATS = dict.fromkeys(OPERATIONS, C) | {"prompt attention": FLOATS}
 
-# Joined attention and prompt statistics were measured on amx and avx512-bf16-intel; the
-# instructions that they use are those of every AVX-512 and AVX2.
+# Joined attention and prompt statistics were measured on amx and avx512-bf16-intel; they use only
+# instructions of every AVX-512 and AVX2.
 CHOICES: Mapping[str, Mapping[str, str]] = {
     # With tiles of bfloat16, attention of prompts is two to three times as fast as torch's, and
     # four times as fast as with C's floats. That of a step is 1.1 to 1.3 times as fast as with
@@ -51,7 +51,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     | {"prompt attention": TILES, "step attention": TILES, "prompts with packed weights": TILES},
     # C is two and a half to four times as fast as torch, whose kernel converts to float32.
     "avx512-bf16": dict.fromkeys(OPERATIONS, C),
-    # Intel's, where tiles are missing or hidden: a bfloat16 product takes twice the time of a float
+    # Intel without tiles, or with hidden ones: a bfloat16 product takes twice as long as a float
     # product of as many bytes, so floats are faster.
     "avx512-bf16-intel": _C_IN_FLOATS,
     "avx512": _C_IN_FLOATS,
@@ -67,15 +67,16 @@ WITHOUT_TILES: Mapping[str, str] = {
     "step attention": C,
     "prompts with packed weights": TORCH,
 }
-"""What computes an operation of `TILES` where the compiler does not support them, or the library
-has no threads."""
+"""What computes an operation of `TILES` if the compiler does not support tiles, or the library has
+no threads."""
 
 FLOAT_ROWS: Mapping[str, int] = {"avx512-bf16-intel": 128}
-"""Class -> from so many rows on, torch multiplies bfloat16 faster in float32, a block of weights at
-a time. Other classes: never, or, without bfloat16 products, always (`linear.bf16_products`)."""
+"""Class -> the number of rows from which torch multiplies bfloat16 faster in float32, a block of
+weights at a time. Other classes: never, or, without bfloat16 products, always
+(`linear.bf16_products`)."""
 
 PROMPT_ROWS: Mapping[str, int] = {"amx": 2048}
-"""Class -> how many rows of a prompt in bfloat16 pass through a layer together: there, torch
+"""Class -> how many rows of a prompt in bfloat16 pass through a layer together. On these, torch
 multiplies 1,024 rows by narrow matrices at half its speed."""
 
 
@@ -106,8 +107,8 @@ def multiplies_bf16() -> bool:
 
 
 def tiles_refused() -> bool:
-    """Whether the processor has tiles, but Linux does not let this process use them. A process must
-    ask. Linux refuses if the stack for signals is too small, or if a filter forbids the request."""
+    """Whether the processor has tiles, but Linux does not let this process use them. Linux refuses
+    a process's request if the stack for signals is too small, or if a filter forbids it."""
     return torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx()
 
 

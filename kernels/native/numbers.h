@@ -68,7 +68,7 @@ static inline uint32_t float_bits(float x) {
 /* A bfloat16 as a float. */
 static inline float from_bf16(bf16 x) { return bits_float((uint32_t)x << 16); }
 
-/* A float16 as a float, also infinity, NaN and subnormal numbers. */
+/* A float16 as a float, including infinity, NaN and subnormal numbers. */
 static inline float from_f16(uint16_t x) {
     uint32_t bits = (uint32_t)(x & 0x7fff) << 13;
     bits = (x & 0x7c00) == 0x7c00 ? bits | 0x7f800000 : float_bits(bits_float(bits) * 0x1p112f);
@@ -99,8 +99,8 @@ static inline void store_number(void *row, int kind, int64_t i, float x) {
         ((float *)row)[i] = x;
 }
 
-/* a * b + c, rounded once where the processor has an instruction for it. Elsewhere rounded twice:
-   the library's fmaf is slow. */
+/* a * b + c, rounded once if the processor has an instruction for it, otherwise twice, because the
+   library's fmaf is slow. */
 static inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
     return fmaf(a, b, c);
@@ -109,8 +109,8 @@ static inline float multiply_add(float a, float b, float c) {
 #endif
 }
 
-/* exp(x) for x <= 0, also -inf, to 2 units in the last place; 0 for x < -87. NaN stays NaN. There
-   are no branches, so that loops over it become vectors. Polynomial: Cephes, expf. */
+/* exp(x) for x <= 0, including -inf, to 2 units in the last place; 0 for x < -87. NaN stays NaN.
+   There are no branches, so that loops over it become vectors. Polynomial: Cephes, expf. */
 static inline float exp_negative(float x) {
     float y = x < -87.0f ? -87.0f : x;
     float n = rintf(y * 1.44269504088896341f);

@@ -1,13 +1,13 @@
-/* What the C files of a decode step share: the type of a matrix, and the operations on one row of
-   activations. No function here starts threads. */
+/* The common part of a decode step's C files: the type of a matrix, and the operations on one row
+   of activations. No function here starts threads. */
 #ifndef MINIKV_ROW_H
 #define MINIKV_ROW_H
 
 #include "numbers.h"
 #include "threads.h"
 
-/* The format of weights: bfloat16 [outs, n]; int8 with a bfloat16 scale for each row; four bits as
-   `pack_int4` of packing.c packs them. */
+/* The format of weights: bfloat16 [outs, n]; int8 with a bfloat16 scale for each row; four bits in
+   the layout of `pack_int4` in packing.c. */
 enum { PLAIN, EIGHT, FOUR };
 
 /* A matrix of weights [outs, n]. Only four bits use `group`, `half` and `stride`, as in integer.c.
@@ -56,8 +56,8 @@ HIDDEN void minikv_rotate_row(
 );
 
 /* A layer after attention, in a team of threads (rest.c). m: its four matrices, as in minikv_rest.
-   How many threads such a layer is worth, if attention multiplies `more` numbers; and the bytes of
-   memory that so many need. */
+   How many threads are worthwhile for such a layer, if attention multiplies `more` numbers; and the
+   bytes of memory that they need. */
 HIDDEN int64_t minikv_rest_threads(const Matrix *m, int64_t more);
 HIDDEN int64_t minikv_rest_bytes(const Matrix *m, int64_t hidden, int64_t threads);
 
@@ -71,7 +71,7 @@ HIDDEN void minikv_rest_share(
 );
 HIDDEN void minikv_rest_end(const Matrix *m, int64_t hidden, bf16 *x, const char *memory);
 
-/* Prefetch what this thread reads first in minikv_rest_share. */
+/* Prefetch the weights that this thread reads first in minikv_rest_share. */
 HIDDEN void minikv_rest_fetch(const Matrix *m);
 
 #endif

@@ -1,4 +1,4 @@
-/* Which rows of a head a decode step may evict, and which of them has the lowest score. */
+/* Finds the rows of a head that a decode step may evict, and the one with the lowest score. */
 #ifndef MINIKV_SPAN_H
 #define MINIKV_SPAN_H
 
@@ -6,8 +6,8 @@
 
 #include <stdlib.h>
 
-/* Memory for `count` items of `size` bytes, to be freed by the caller; NULL if there is none. No
-   items: still an address. */
+/* Memory for `count` items of `size` bytes, to be freed by the caller; NULL if there is none. For
+   no items, it is still an address. */
 static inline void *scratch(int64_t count, int64_t size) { return malloc(count * size + 1); }
 
 /* Positions low .. high. */

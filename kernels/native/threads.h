@@ -1,4 +1,4 @@
-/* Threads of OpenMP; one, where this is compiled without. */
+/* Threads of OpenMP; one if compiled without OpenMP. */
 #ifndef MINIKV_THREADS_H
 #define MINIKV_THREADS_H
 

@@ -1,6 +1,6 @@
-"""Products of a matrix in C, plain or packed, and packing. One row and plain weights: `product.c`.
-Packed weights and activations that are rounded to eight bits: `integer.c`. Many rows and packed
-weights, with bfloat16 tiles (AMX): `product_tiles.c`. `packing.c` has what models/linear.py says.
+"""Products of plain and packed matrices in C, and packing. `product.c`: one row and plain weights.
+`integer.c`: packed weights, and activations rounded to eight bits. `product_tiles.c`: many rows and
+packed weights, with bfloat16 tiles (AMX). `packing.c`: the packing that models/linear.py defines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from minikv.kernels.product.matrix import BLOCKS, FOUR_BITS, PLAIN, Matrix
 
 _PLAIN, _EIGHT, _FOUR = range(3)
 """The formats of weights, with their numbers in `row.h`."""
-_TILE = 64  # rows that the layout of four bits is padded to
-_GROUPS = (32, 64, 128)  # columns with a scale there
+_TILE = 64  # the layout of four bits is padded to a multiple of this many rows
+_GROUPS = (32, 64, 128)  # its possible numbers of columns with a scale
 
 _row_product = function("row_product", "nnppp")
 _integer_product = function("integer_product", "nnppp", "a product")
@@ -34,7 +34,7 @@ def threads() -> int:
 
 
 def struct(*matrices: Matrix | None) -> Struct | None:
-    """Matrices as C reads them (`Matrix` of row.h), one after the other; None, if C cannot take one
+    """Matrices in C's form (`Matrix` of row.h), one after the other; None if C does not support one
     of them. A None among them is a matrix without rows."""
     fields: list[object] = []
     for matrix in matrices:
@@ -59,7 +59,7 @@ def struct(*matrices: Matrix | None) -> Struct | None:
 
 
 def row_product(x: Tensor, weight: Tensor) -> Tensor:
-    """See `plain.row_product`. Summed in float32, in another order than torch's."""
+    """See `plain.row_product`. Summed in float32, in a different order than torch's."""
     if not plain(torch.bfloat16, x, weight) or x.shape != (1, weight.shape[1]):
         return plain_torch.row_product(x, weight)  # or torch raises an error
     out = torch.empty((1, weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -72,12 +72,11 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor, out: Tensor | None = N
 
     The activations of a row are rounded to eight bits, 32 columns at a time: the largest magnitude
     of such a block becomes 127. The products of a block are summed as integers, so without error.
-    The sum is multiplied by the scale of the activations in float32 and added to that of the other
-    blocks. A row does not depend on other rows, so a prompt may be read in parts of any size. A
-    block with infinity or NaN makes its row NaN.
+    This sum is multiplied by the scale of the activations in float32 and added to those of the
+    other blocks. A row does not depend on other rows, so a prompt may be read in parts of any size.
+    A block with infinity or NaN makes its row NaN.
 
-    The result is written to the first rows of `out` [>= t, m], if that is given. Raises
-    MemoryError.
+    The result is written to the first rows of `out` [>= t, m], if given. Raises MemoryError.
     """
     rows, columns = codes.shape
     assert plain(torch.int8, codes)
@@ -90,12 +89,12 @@ def int8_product(x: Tensor, codes: Tensor, scale: Tensor, out: Tensor | None = N
 def int4_product(
     x: Tensor, packed: Tensor, scales: Tensor, half: int, outs: int, out: Tensor | None = None
 ) -> Tensor:
-    """As `int8_product`, for weights [outs, n] of four bits: (code - 8) * step + middle.
+    """Like `int8_product`, for weights [outs, n] of four bits: (code - 8) * step + middle.
 
     packed uint8 [N, n / 2]; N: outs, rounded up to whole tiles of 2 * half rows and to a multiple
     of 64. In a tile, byte i of a column has row i in its lower four bits and row half + i in the
-    upper ones. scales bfloat16 [n / group, N, 2]: the step and the middle of each group of columns,
-    of which there are 32, 64 or 128.
+    upper ones. scales bfloat16 [n / group, N, 2]: the step and the middle of each group of 32, 64
+    or 128 columns.
     """
     groups, padded, _ = scales.shape
     columns = 2 * packed.shape[1]
@@ -116,8 +115,8 @@ def rows_product(given: Matrix) -> Callable[[Tensor, Tensor | None], Tensor] | N
     add the bias. It raises MemoryError.
 
     Weights are unpacked to the numbers of `Linear.dense` of models/linear.py, except that the scale
-    of eight-bit weights multiplies the sums. Activations are not quantized; sums are float32. None:
-    the matrix is not packed, or C does not take it, or there are no tiles.
+    of eight-bit weights multiplies the sums. Activations are not quantized; sums are float32. None
+    if the matrix is not packed, C does not support it, or there are no tiles.
     """
     made = struct(given)
     if made is None or given.scales is None or not TILES.available():
@@ -178,12 +177,11 @@ def _wide(weight: Tensor, rows: int, columns: int, kind: int) -> int:
 
 
 def pack_int4(weight: Tensor, packed: Tensor, scales: Tensor, half: int, kind: int = PLAIN) -> None:
-    """weight, as `pack_int8` has it -> packed uint8 [N, in / 2] and scales bfloat16 [in / group, N,
-    2], which are written to, as `int4_product` reads them, or rows of these from the first of a
-    tile.
+    """weight, as in `pack_int8` -> packed uint8 [N, in / 2] and scales bfloat16 [in / group, N, 2],
+    as in `int4_product`, or rows of these from the first of a tile. Both are written in place.
 
-    A group's smallest and largest value are the first and the last of 16 steps. Blocks have four
-    bits in groups of 32, and these are kept. Scales of rows beyond n are left as they are.
+    A group's smallest and largest value are the first and the last of 16 steps. The codes of
+    blocks, with four bits in groups of 32, are kept. Scales of rows beyond n do not change.
     """
     rows, columns = len(weight), 2 * packed.shape[1]
     groups, padded, _ = scales.shape

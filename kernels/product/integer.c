@@ -16,9 +16,9 @@
 #endif
 
 /* PART: columns of a panel. SPAN: its rows. ROWS: rows of activations that are multiplied at a
-   time. CHUNK: rows of activations whose sums stay in the L2 cache. FEW: for at most so many rows,
-   a panel of eight bits is not worth making. AHEAD, NEAR: as in product.c. PART and FEW are
-   measured (docs/measurements/cpu.md). */
+   time. CHUNK: rows of activations whose sums stay in the L2 cache. FEW: up to this many rows, a
+   panel of eight bits is not worthwhile. AHEAD, NEAR: as in product.c. PART and FEW are measured
+   (docs/measurements/cpu.md). */
 enum { SPAN = 64, ROWS = 6, CHUNK = 86 * ROWS };
 #ifdef __AMX_TILE__
 enum { AHEAD = 6144, NEAR = 2 };
@@ -34,8 +34,8 @@ enum { PART = 128, FEW = 8 };
 /* LANES: numbers of a vector. WIDE: vectors of rows of weights that are multiplied at a time; the
    ROWS x WIDE vectors of sums stay in registers. OFFSET: added to a weight of eight bits where the
    instruction takes one factor as unsigned. PAIRS: no instruction multiplies four bytes and adds
-   them, so eight bits are widened to sixteen. KEPT: there are registers for the float sums over
-   blocks, too. */
+   them, so eight bits are widened to sixteen. KEPT: there are enough registers for the float sums
+   over blocks too. */
 #if defined(__AVX512BW__)
 enum { LANES = 16, WIDE = 2, KEPT = 1 };
 #elif defined(__AVX2__)
@@ -101,7 +101,7 @@ INLINE ivec pair_halves(ivec w, ivec x) { return w * x; }
 INLINE ivec add_halves(ivec a, ivec b) { return a + b; }
 #endif
 
-/* a * b + c, rounded once exactly where `multiply_add` is; a compiler is free to choose otherwise.
+/* a * b + c, rounded once exactly where `multiply_add` is; a compiler might choose otherwise.
  */
 INLINE fvec fused(fvec a, float b, fvec c) {
 #if defined(__AVX512BW__)
@@ -131,7 +131,7 @@ INLINE ivec load(const void *p) {
 typedef struct {
     float scale[ROWS];
     float sum[ROWS];     /* of the codes, times the scale */
-    int32_t start[ROWS]; /* where the sum of products begins: cancels an offset of the weights */
+    int32_t start[ROWS]; /* the initial sum of products: cancels an offset of the weights */
 } Block;
 
 /* Bytes of a weight in a panel. */
@@ -239,7 +239,7 @@ MULTIPLY_ROWS(multiply_four, FOUR)
 /* Quantize n activations to codes of eight bits; returns their scale, or NaN if one of them is
    infinite or NaN. */
 INLINE float quantize(const bf16 *x, int64_t n, int8_t *codes) {
-    /* Of numbers without their signs, the largest has the largest bits, and NaN larger ones. */
+    /* Without signs, the largest number has the largest bits, and NaN larger ones. */
     uint16_t bits = 0;
 #pragma omp simd reduction(max : bits)
     for (int64_t i = 0; i < n; i++) {
@@ -354,7 +354,7 @@ static void load_eight(const Product *p, int64_t first, int64_t part, char *pane
     const int8_t *codes = p->m.weights;
     const int64_t more = part + 1 < parts_of(p) ? columns_of(p, part + 1) : 0;
     for (int64_t o = 0; o < SPAN; o += 4) {
-        /* A row has too few bytes in a part for the processor to predict what is read next. */
+        /* A row has too few bytes in a part for the processor to predict the next read. */
         for (int64_t i = o; i < o + 4 && i < left; i++)
             for (int64_t c = 0; c < more; c += 64)
                 __builtin_prefetch(codes + (first + i) * p->m.n + (part + 1) * PART + c, 0, 2);
@@ -521,8 +521,8 @@ void minikv_round_blocks(const bf16 *x, int64_t n, int64_t first, int64_t end, R
 }
 
 /* OUTS: rows of eight-bit weights whose sums are computed together. SHORT: the next rows are
-   prefetched if a row has at most so many bytes. Measured: of longer rows, processors with AVX2
-   only prefetch enough by themselves; those with AVX-512 do not. */
+   prefetched if a row has at most this many bytes. Measured: for longer rows, processors with only
+   AVX2 prefetch enough by themselves; those with AVX-512 do not. */
 #ifdef __AVX512BW__
 enum { OUTS = 8, SHORT = 1 << 30 };
 #else
@@ -581,7 +581,7 @@ INLINE void dot_rows(
 }
 
 /* TILE: rows of a tile of four-bit weights that can be multiplied without a panel; 0: none. SINGLE:
-   for at most so many rows of activations, that is faster. */
+   up to this many rows of activations, that is faster. */
 #if defined(__AVX2__) && !defined(__AVX512BW__)
 enum { TILE = 32, SINGLE = 1 };
 
@@ -731,8 +731,8 @@ static void four_bits(const Product *p, int64_t r, int64_t from, Rounded x) {
     write_row(p, r, from, left < TILE ? left : TILE, sums);
 }
 
-/* The product of t rows of activations without panels: the weights are read where they are. Returns
-   as `product`. */
+/* The product of t rows of activations without panels: the weights are read in place. Returns as
+   `product`. */
 static int few_rows(const Product *p, int64_t t) {
     const int64_t n = p->m.n, blocks = (n + BLOCK - 1) / BLOCK,
                   step = p->m.form == EIGHT ? OUTS : TILE;

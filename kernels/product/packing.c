@@ -8,7 +8,7 @@
    are read together of a row of blocks. */
 enum { GROUP = 128, TILE = 64, PART = 32 };
 
-/* What rows are made of: blocks of a GGUF file, by its numbers, or bfloat16. */
+/* The contents of rows: blocks of a GGUF file, by its type numbers, or bfloat16. */
 enum { Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K, IQ4_NL = 20, PLAIN = 30 };
 
 /* PART columns of a row of blocks: code * scale + least, with a scale and a least for each half. */
@@ -17,8 +17,8 @@ typedef struct {
     float scale[2], least[2];
 } Part;
 
-/* Blocks of PART columns: a scale, its bytes, where they have the least value, or of how many
-   scales it is, where the fifth bits of the codes, and where the codes. */
+/* Blocks of PART columns: a scale, its bytes; the offset of the least value, or the number of
+   scales that it has; the offsets of the codes' fifth bits and of the codes. */
 static const struct {
     uint8_t bytes, least, fifth, codes;
     int8_t scales;
@@ -113,8 +113,8 @@ static inline float step_of(float x, float low, float high) {
 }
 
 /* pack_int8: w [rows, wide bytes], of n columns each -> codes [rows, n], scale bfloat16 [rows]. A
-   row's scale is its largest magnitude / 127. kind: what a row of w is made of. Not 0: no memory.
- */
+   row's scale is its largest magnitude / 127. kind: the contents of a row of w. A result other than
+   0 means no memory. */
 int minikv_pack_int8(
     int64_t kind, int64_t rows, int64_t n, int64_t wide, const uint8_t *w, int8_t *codes,
     bf16 *scale
@@ -130,7 +130,7 @@ int minikv_pack_int8(
             failed = 1;
             continue;
         }
-        /* Of numbers without their signs, the largest has the largest bits, and NaN larger ones. */
+        /* Without signs, the largest number has the largest bits, and NaN larger ones. */
         uint16_t bits = 0;
 #pragma omp simd reduction(max : bits)
         for (int64_t i = 0; i < n; i++) {
@@ -173,8 +173,8 @@ static inline void pack_group(const bf16 *w, int64_t size, uint8_t *codes, bf16 
 /* pack_int4: w [rows, wide bytes], of n columns each -> packed [padded, n / 2], scales bfloat16 [n
    / group, stride, 2]: the scale and the middle of each group. `padded` is rows, rounded up to a
    multiple of TILE. A tile of 2 * half rows has `half` bytes for each column: byte i has row i in
-   its lower four bits and row half + i in the upper ones. Rows beyond the last are 0. kind: what a
-   row of w is made of. Blocks of four bits are taken as they are, in groups of PART columns. */
+   its lower four bits and row half + i in the upper ones. Rows beyond the last are 0. kind: the
+   contents of a row of w. The codes of four-bit blocks are kept, in groups of PART columns. */
 void minikv_pack_int4(
     int64_t kind, int64_t rows, int64_t n, int64_t wide, int64_t group, int64_t half,
     int64_t stride, const uint8_t *w, uint8_t *packed, bf16 *scales

@@ -1,4 +1,4 @@
-"""Matrix products of one row, as a decode step has them."""
+"""Matrix products of one row, for a decode step."""
 
 from __future__ import annotations
 

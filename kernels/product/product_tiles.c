@@ -3,11 +3,11 @@
 
    A panel is up to SPAN rows and one part of the columns of the weights, converted to bfloat16, in
    the order in which it is multiplied. A task multiplies up to ROWS rows of activations by the
-   panels of all parts. The panel, the activations and the sums stay in the L2 cache; what is
-   multiplied next is prefetched into it meanwhile. 32 rows of activations stay in the L1 cache. If
-   there are many rows of activations, the threads first convert a block of weights together; else
-   each task converts its own. int8 weights are whole numbers, which bfloat16 represents exactly.
-   Weights of four bits are rounded to bfloat16, as `Int4.columns` of models/linear.py rounds them.
+   panels of all parts. The panel, the activations and the sums stay in the L2 cache, into which the
+   next operands are prefetched meanwhile. 32 rows of activations stay in the L1 cache. If there are
+   many rows of activations, the threads first convert a block of weights together; otherwise each
+   task converts its own. int8 weights are whole numbers, which bfloat16 represents exactly. Weights
+   of four bits are rounded to bfloat16, as `Int4.columns` of models/linear.py rounds them.
    Activations are not rounded. */
 #include "row.h"
 #include "tiles.h"
@@ -182,7 +182,7 @@ static void multiply(
 ) {
     int64_t tiles = over(rows, 16), outs = outs_of(p, from), steps = steps_of(p, part);
     const char *row_ahead = (const char *)next_x, *panel_ahead = (const char *)next_panel;
-    /* Lines that each step prefetches: so many that the steps of a whole part prefetch all. */
+    /* Lines that each step prefetches, so that the steps of a whole part prefetch all. */
     const int row_lines = (int)over(64, outs), panel_lines = next_panel ? (int)over(64, tiles) : 0;
     for (int64_t r = 0; r < tiles; r += 2) {
         const bf16 *a = x + size_of(p, r);
@@ -313,7 +313,8 @@ static int product(const Product *p) {
 int minikv_rows_product(int64_t t, int64_t pitch, const Matrix *m, const bf16 *x, bf16 *out) {
 #if TILES
     int64_t steps = over(m->n, STEP), parts = over(steps, LONGEST), span = SPAN;
-    /* Of one size, as far as tiles of 16 rows allow: the copies, and in them the groups of rows. */
+    /* The copies, and the groups of rows in them, have equal sizes, as far as tiles of 16 rows
+    allow. */
     int64_t most = over(over(t, over(t, m->n > WIDE ? MOST / 2 : MOST)), 16) * 16;
     int64_t groups = most <= ALONE ? 1 : over(most, ROWS), rows = over(over(most, groups), 16) * 16;
     while (span > 64 && groups * over(m->outs, span) < 3 * most_threads()) span /= 2;

@@ -1,4 +1,4 @@
-"""Draw a token from logits, in C (`sampling.c`). `plain.py` takes other dtypes."""
+"""Draws a token from logits, in C (`sampling.c`). `plain.py` handles other dtypes."""
 
 from __future__ import annotations
 

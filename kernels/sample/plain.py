@@ -1,4 +1,4 @@
-"""Choose the next token from logits, without waiting for the device."""
+"""Chooses the next token from logits, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def drawn(
 
     point float64 []: a random number in [0, 1). The tokens are ordered by their logits, the largest
     first; of equal logits, the smaller id first. Each filter keeps the first tokens of this order.
-    top_k: so many tokens (0: all). top_p: every token whose predecessors together have less than
+    top_k: this many tokens (0: all). top_p: every token whose predecessors together have less than
     this share of the probability that top_k kept. min_p: every token that is at least this many
     times as likely as the first. The first token always stays. The result is the first kept token
     at which the sum of probabilities is above the share `point` of the kept ones' sum. If a logit

@@ -1,8 +1,8 @@
 /* Draw a token from logits without sorting them. See kernels/sample/plain.py.
 
-   Tokens are put into bins by their logits, and the sums of the bins tell which bin has the token
-   that is looked for. Only the tokens of that bin are examined again, in bins of 8 bits of their
-   logits. Masses are whole numbers, so sums do not depend on the order. */
+   Tokens are put into bins by their logits, and the sums of the bins tell which bin has the wanted
+   token. Only the tokens of that bin are examined again, in bins of 8 bits of their logits. Masses
+   are whole numbers, so sums do not depend on the order. */
 #include "span.h"
 
 enum { BINS = 2048, DIGITS = 256, BLOCK = 64, TILE = 1024 };
@@ -108,13 +108,13 @@ static inline uint32_t descending(float x) {
     return bits >> 31 ? bits : ~bits & 0x7fffffff;
 }
 
-/* What `limit` counts: tokens, or their mass. */
+/* The unit of `limit`: tokens, or their mass. */
 typedef enum { COUNT, MASS } Measure;
 
 static inline int64_t measured(Sum s, Measure by) { return by == COUNT ? s.count : s.mass; }
 
 /* The first of `bins` sums at which the running total, which begins at `before`, reaches the limit;
-   the last one if none does. What lies before it is added to `before`. */
+   the last one if none does. The sums before it are added to `before`. */
 static int reaching(const Sum *sums, int bins, Measure by, int64_t limit, Sum *before) {
     int b = 0;
     while (b < bins - 1 && measured(*before, by) + measured(sums[b], by) < limit) {
@@ -178,8 +178,8 @@ static int64_t token_at(const Tokens *t, Measure by, int64_t limit, int64_t *end
 }
 
 /* drawn: draw a token from logits [n] after top_k, top_p and min_p; 0 if a logit is not finite.
-   point: 0 <= point < 1, where in the remaining mass the token lies; scale: the mass of the best
-   token. Returns 0, or 1 if there is no memory. */
+   point: 0 <= point < 1, the position of the token in the remaining mass; scale: the mass of the
+   best token. Returns 0, or 1 if there is no memory. */
 int minikv_drawn(
     int64_t n, const float *logits, double temperature, int64_t top_k, double top_p, double min_p,
     double point, double scale, int64_t *token

@@ -193,7 +193,7 @@ def test_what_was_compiled_where_others_lead_is_not_loaded(
 
     monkeypatch.setattr(build, "store", exchanged)
     found, why = build.library()
-    assert (found, why) == (None, f"what was compiled in {kept} is damaged, or not yours alone")
+    assert (found, why) == (None, f"the library compiled in {kept} is damaged, or not yours alone")
 
 
 @needs_compiler
