@@ -9,12 +9,12 @@ import warnings
 
 
 def run() -> None:
-    """The entry point, quiet also when Ctrl-C comes while Python is still importing."""
-    if os.environ.get("HOME") == "":  # libraries would take the root directory for a home
+    """The entry point; prints no traceback even if Ctrl-C comes while Python is still importing."""
+    if os.environ.get("HOME") == "":  # libraries would treat the root directory as home
         del os.environ["HOME"]
-    if not sys.warnoptions:  # what libraries tell developers is not for the screen of a chat
+    if not sys.warnoptions:  # users should not see libraries' warnings for developers
         warnings.simplefilter("ignore")
-    gc.set_threshold(50_000)  # looking for garbage every 700 objects is 5 % of `--help`
+    gc.set_threshold(50_000)  # collecting garbage every 700 objects takes 5 % of `--help`
     try:
         from minikv.cli.main import run as command
 

@@ -1,5 +1,5 @@
-"""`minikv doctor`: what this machine offers, whether the hub answers, and a self-test of every pair
-of policies on a tiny network.
+"""`minikv doctor`: checks this machine and the hub, and tests every pair of policies on a tiny
+network.
 
 Each check is one line that begins with ok, warning or failed.
 """
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from minikv.models.llama import Llama
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
-_PATIENCE = 5.0  # seconds for an answer of the hub
-_LITTLE = 5 << 30  # bytes of disk under which a model will hardly fit
+_PATIENCE = 5.0  # seconds to wait for the hub
+_LITTLE = 5 << 30  # with fewer bytes of free disk, a model will hardly fit
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 _SHOWN = 8  # failing pairs that are named
 _STRIDE = 8  # of the self-test
@@ -48,8 +48,7 @@ _STRIDE = 8  # of the self-test
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One line, under the name of what was looked at. `state` is ok, warning or failed; `hint` says
-    what to do."""
+    """The result of a check. state: ok, warning or failed. hint: what to do."""
 
     state: str
     detail: str
@@ -73,7 +72,7 @@ def doctor(
     refuse_without_torch()
     terminal, offline = call.terminal, settings.offline
     offline = offline or os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}
-    if offline:  # read by the hub library once, when it is imported
+    if offline:  # the hub library reads it once, when imported
         os.environ["HF_HUB_OFFLINE"] = "1"
     looks: Mapping[str, Callable[[], Check | list[Check]]] = {
         "versions": versions,
@@ -107,7 +106,7 @@ def doctor(
 
 
 def line(name: str, check: Check, width: int) -> str:
-    """A check as text, broken between words; the hint on a line of its own."""
+    """A check as text, broken between words; the hint has its own line."""
     margin, width = " " * 9, max(width, 30)
     lines = folded(f"{check.state:<8} {name:<9} {check.detail}", width, margin, whole=True)
     if check.hint:
@@ -144,7 +143,7 @@ def _version(name: str) -> str | None:
 
 
 def cpu() -> Check:
-    """Cores that this process may use, and their instructions for half precision."""
+    """The cores that this process may use, and their instructions for half precision."""
     import torch
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -165,7 +164,7 @@ def cpu() -> Check:
 
 
 def cpu_facts(path: Path = Path("/proc/cpuinfo")) -> tuple[str, set[str]]:
-    """The first processor's name and instructions, as far as the system says them."""
+    """The first processor's name and instructions, as far as the system reports them."""
     facts = dict[str, str]()
     with contextlib.suppress(OSError):
         for text in path.read_text(errors="replace").splitlines():
@@ -191,8 +190,8 @@ def gpu() -> list[Check]:
 
 
 def kernels() -> Check:
-    """Which kernels a chat would use, and on a CPU the class of the processor, by which they were
-    chosen. The first time, this compiles the C kernels of a CPU."""
+    """The kernels that a chat would use, and on a CPU the class of the processor, which decides
+    that. The first time, this compiles the C kernels of a CPU."""
     import torch
 
     from minikv.cache.kv_cache import KVCache
@@ -236,7 +235,7 @@ def disk() -> Check:
         hint = "not writable: set HF_HOME to a directory that is"
     elif free < _LITTLE:
         hint = "a 7B model takes about 15 GiB; `hf cache rm` or another HF_HOME makes room"
-    new = "" if folder.exists() else ", not there yet"
+    new = "" if folder.exists() else ", does not exist yet"
     return Check(WARNING if hint else OK, f"{folder}{new}, {size(free)} free", hint)
 
 
@@ -244,7 +243,7 @@ def disk() -> Check:
 
 
 def hub(offline: bool) -> Check:
-    """Whether the hub answers, and takes the token if there is one. The token is never shown."""
+    """Whether the hub answers, and accepts the token if there is one. The token is never shown."""
     import huggingface_hub
 
     named = [n for n in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(n)]
@@ -253,7 +252,7 @@ def hub(offline: bool) -> Check:
     if named or known:
         where = f"token {f'set by {named[0]}' if named else 'stored by `hf auth login`'}"
     if offline:
-        return Check(OK, f"not asked: offline; {where}")
+        return Check(OK, f"not contacted: offline; {where}")
     answer: list[str | Exception] = []
 
     def ask() -> None:
@@ -265,7 +264,7 @@ def hub(offline: bool) -> Check:
         except Exception as error:
             answer.append(error)
 
-    # A thread, because the library has no time limit for every wait.
+    # In a thread, because the library has no time limit for some waits.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PATIENCE)
@@ -277,7 +276,7 @@ def hub(offline: bool) -> Check:
         return Check(FAILED, f"it refuses the {where}", "`hf auth login` stores another")
     if status is not None:
         return Check(WARNING, f"it answers with HTTP status {status}; {where}", "try again later")
-    # The error's own text is left out: it may hold addresses with tokens.
+    # The error's own text is left out: it may contain addresses with tokens.
     return Check(WARNING, f"it could not be reached; models in the cache still work; {where}")
 
 
@@ -285,7 +284,7 @@ def hub(offline: bool) -> Check:
 
 
 def policies(progress: Callable[[str], None]) -> list[Check]:
-    """Every pair of policies on a tiny network, and every step policy also with a stride."""
+    """Test every pair of policies on a tiny network, and every step policy also with a stride."""
     began = perf_counter()
     cases = [(prompt, step, 0) for prompt in prompt_names() for step in step_names()]
     cases += [(step, "auto", _STRIDE) for step in step_names() if step != "none"]
@@ -331,7 +330,7 @@ def tiny() -> Llama:
 
 
 def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
-    """Two turns of reading and writing. Returns what went wrong, or ""."""
+    """Read and write two turns. Returns "", or what went wrong."""
     try:
         return _attempt(net, policy, decode, stride)
     except Exception as error:
@@ -379,7 +378,7 @@ def _attempt(net: Llama, policy: str, decode: str, stride: int) -> str:
 
 
 def _held(kv: KVCache, bound: int) -> str:
-    """What is wrong with the tokens held: at most `bound` per head on average."""
+    """Check the tokens held: at most `bound` per head on average. Returns "", or what is wrong."""
     heads = [(layer, head) for layer in range(kv.shape.layers) for head in range(kv.shape.kv_heads)]
     kept = [kv.kept(*place).tolist() for place in heads]
     policy, total, most = kv.rules.prompt, sum(map(len, kept)), bound * len(heads)

@@ -1,4 +1,4 @@
-"""What `minikv bench` measures on: this machine, and networks with random weights."""
+"""The machine, and networks with random weights, for `minikv bench`."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _LIBRARIES = ("torch", "triton", "transformers", "llama-cpp-python", "openvino-g
 
 
 def prepare(device: str, count: int) -> torch.device:
-    """Set the number of threads (0: as many as the process may use), and make the device of a flag
-    the current one; returns it. Raises UsageError if there is no such device, or for more threads
+    """Set the number of threads (0: as many as the process may use), make the device of a flag the
+    current one, and return it. Raises UsageError if there is no such device, or for more threads
     than cores."""
     most = threads.allowed()
     if count and not 1 <= count <= most:
@@ -54,7 +54,7 @@ def prepare(device: str, count: int) -> torch.device:
 
 
 class Clock:
-    """Seconds that work takes on a device: by CUDA events, or by the wall clock on a CPU."""
+    """Measures the seconds of work on a device: by CUDA events, or by the wall clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,7 +81,7 @@ class Clock:
 
 
 def facts(device: torch.device) -> dict[str, object]:
-    """Facts about the machine. They name no person and no folder."""
+    """Facts about the machine, without names of persons or folders."""
     pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else None
     found: dict[str, object] = {
         "system": platform.system(),
@@ -102,7 +102,7 @@ def facts(device: torch.device) -> dict[str, object]:
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of everything whose speed is shown; None: not installed."""
+    """The versions of all measured systems; None: not installed."""
     found: dict[str, str | None] = dict.fromkeys(("minikv", "python", *_LIBRARIES))
     found |= {"minikv": minikv.__version__, "python": platform.python_version()}
     for name in _LIBRARIES:
@@ -112,7 +112,7 @@ def versions() -> dict[str, str | None]:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that a decode step could read; a GPU's is what it copies with."""
+    """Bytes a second that a decode step could read; for a GPU, the rate of a copy."""
     return copy_rate(device, 1 << 30, 5) if device.type == "cuda" else read_rate(1 << 28, 5)
 
 
@@ -141,7 +141,7 @@ def settle(device: torch.device) -> None:
 
 
 def header(facts: Mapping[str, object], rate: float, about: str) -> str:
-    """What is measured, and the machine with its bandwidth."""
+    """The title of the measurement, with the machine and its bandwidth."""
     plural = "" if facts["threads"] == 1 else "s"
     what = facts.get("gpu") or f"{facts['processor']}, {facts['threads']} thread{plural}"
     verb = "copies" if "gpu" in facts else "reads"
@@ -149,9 +149,9 @@ def header(facts: Mapping[str, object], rate: float, about: str) -> str:
 
 
 POSITIONS = 1 << 21
-"""Context of a random network: longer than any prompt that is measured."""
+"""Context of a random network: longer than any measured prompt."""
 
-_BLOCK = 1_048_573  # a prime: no row of a matrix falls on the same place in the block twice
+_BLOCK = 1_048_573  # a prime, so that rows of a matrix begin at different places in the block
 _STD = 0.02
 _MATRICES = ("qkv", "out", "gate_up", "down")
 
@@ -198,7 +198,7 @@ SHAPES: Mapping[str, ModelConfig] = {
 
 
 def find(name: str) -> ModelConfig:
-    """The sizes under a name, any case. Raises UsageError."""
+    """The sizes under a name, in any case. Raises UsageError."""
     found = SHAPES.get(name.lower())
     if found is None:
         hint = f"{guess(name.lower(), SHAPES)}shapes: {', '.join(SHAPES)}"
@@ -208,7 +208,7 @@ def find(name: str) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """Which network. `folder`: of a real model, instead of sizes; `weights`: a value of the flag
+    """Describes a network. `folder`: that of a real model, instead of sizes; `weights`: a value of
     --weights."""
 
     sizes: ModelConfig | None = None
@@ -219,8 +219,9 @@ class Spec:
 
 
 def network(spec: Spec) -> Llama:
-    """The network of a spec, ready to run. Raises MemoryShortError before it allocates, and
-    ModelError for a folder that cannot be loaded or a format that this machine cannot compute."""
+    """The network of a spec, ready to run. Raises MemoryShortError before anything is allocated,
+    and ModelError for a folder that cannot be loaded or a format that this machine cannot
+    compute."""
     if spec.folder is not None:
         from minikv.models import load
 
@@ -244,7 +245,7 @@ def network(spec: Spec) -> Llama:
 
 
 def plain(spec: Spec) -> Llama:
-    """The random network with its matrices as they are in a checkpoint."""
+    """The random network with unpacked matrices."""
     assert spec.sizes is not None
     device, dtype = torch.device(spec.device), getattr(torch, spec.dtype)
     needs, free = spec.sizes.parameters * dtype.itemsize, free_memory(device)
@@ -257,7 +258,8 @@ def plain(spec: Spec) -> Llama:
     def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return Pages(device).empty(shape, dtype)
 
-    # What will be packed must not share pages with what stays: its memory would stay, too.
+    # Matrices that will be packed must not share pages with others, or their memory would not be
+    # freed.
     room = alone if packs(spec.weights) else None
     return fill(Llama(spec.sizes, device=device, dtype=dtype, room=room))
 
@@ -280,8 +282,8 @@ def fill(net: Llama, seed: int = 0) -> Llama:
 
 
 def step_bytes(net: Llama) -> int:
-    """Bytes of weights that a decode step reads: all but the input embedding, unless it is the
-    head as well."""
+    """Bytes of weights that a decode step reads: all but the input embedding, unless it is also the
+    head."""
     return net.weight_bytes - (0 if net.config.tied else net.embedding.nbytes)
 
 

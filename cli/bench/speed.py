@@ -1,6 +1,7 @@
-"""The time of decode steps and of prompts: systems in turns, so that they see one machine.
+"""Measures the time of decode steps and of prompts. Systems take turns, so that a change of the
+machine's speed affects all of them.
 
-Whatever ends a run, what was measured by then is shown and written first.
+Whatever ends a run, the measurements so far are shown and written first.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from minikv.cli.screen.text import grid
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
-_WARM = 3  # steps before those that count: the cache goes to the device, one step is captured
-_WARM_PROMPT = 512  # tokens of a prompt that does not count, on a CPU; on a GPU a whole one
-_READ = 256 << 20  # bytes that are read before a turn on a CPU, to see how fast memory is then
+_WARM = 3  # steps before those that count: one of them is captured
+_WARM_PROMPT = 512  # tokens of the prompt that does not count, on a CPU; on a GPU it is a whole one
+_READ = 256 << 20  # bytes read before each turn on a CPU, to measure the speed of the memory
 _LEGEND = """\
-floor: share of what bandwidth measured in this run allows
-x full, x HF: times as fast as the full cache, as transformers (sdpa)"""
+floor: share of the speed that the bandwidth measured in this run allows
+x full, x HF: times as fast as the full cache, and as transformers (sdpa)"""
 
 
 def measure(asked: Bench, settings: Settings, terminal: Terminal, command: Sequence[str]) -> None:
-    """Measure steps after prompts of every length, prompts, or both; `command` is for the record.
+    """Measure steps after prompts of every length, prompts, or both. command: for the record.
     Raises UsageError, ModelError and MemoryShortError."""
     for flag, value, least, most in (
         ("--repeat", asked.repeat, 1, 100),
@@ -75,8 +76,8 @@ def measure(asked: Bench, settings: Settings, terminal: Terminal, command: Seque
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A system and its measurements. times: seconds, one a round. facts: of the cache after the
-    prompt, and of a step."""
+    """A system and its measurements. times: seconds of each round. facts: about the cache after the
+    prompt, and about a step."""
 
     system: Cached | Transformers
     times: list[float] = field(default_factory=list)
@@ -84,7 +85,7 @@ class Entry:
 
 
 class Run:
-    """The networks of a run, and transformers beside them. `rate`: bytes a second."""
+    """The networks of a run, and transformers. rate: bytes a second."""
 
     def __init__(
         self,
@@ -150,13 +151,14 @@ class Run:
                 if isinstance(entry.system, Cached):
                     raise
                 self.results.note(f"{name}: {error}")
-            # Outside, so that nothing of what failed is held by its traceback.
+            # Outside the except clause, so that the traceback does not keep the failed system
+            # alive.
             entries.remove(entry)
             entry.system.close()
             networks.settle(self.device)
 
     def _begin(self, kind: str, entry: Entry, ids: list[int]) -> None:
-        """What is not measured: a prompt for the steps, or a first one."""
+        """The unmeasured part of a turn: a prompt for the steps, or a first prompt."""
         system = entry.system
         if kind == "prefill":
             system.read(ids if self.device.type == "cuda" else ids[:_WARM_PROMPT])
@@ -169,20 +171,20 @@ class Run:
             entry.facts["step_bytes"] = system.step_bytes()
 
     def _turn(self, kind: str, entry: Entry, ids: list[int]) -> None:
-        """What is measured: a prompt, or steps."""
+        """The measured part: a prompt, or steps."""
         system = entry.system
         if kind == "prefill":
             entry.times.append(system.read(ids, self.room))
             entry.facts |= system.held()
             system.close()
             return
-        if self.device.type == "cpu":  # whose memory is faster at one time than at another
+        if self.device.type == "cpu":  # the speed of its memory varies over time
             self.rate = max(self.rate, networks.read_rate(_READ, 1))
         system.write(_WARM)
         entry.times.append(system.write(self.asked.steps))
 
     def _row(self, kind: str, length: int, entry: Entry, all_of: Sequence[Entry]) -> dict[str, Any]:
-        """What was measured of a system, for JSON.
+        """The measurements of a system, for JSON.
 
         seconds: the median. floor_s: the time to read `step_bytes`, the weights and the cache that
         a step reads, at `read_bytes_s`. vs_full, vs_transformers: how many times as fast, by

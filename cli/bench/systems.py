@@ -1,7 +1,7 @@
-"""The systems that are measured: minikv under one policy, and transformers where it is installed.
+"""The measured systems: minikv under one policy, and transformers if it is installed.
 Only this file uses minikv's engine and imports transformers.
 
-Each reads a prompt, writes tokens, and says in `facts` what it ran under, for JSON.
+Each reads a prompt and writes tokens. `facts` has its configuration, for JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GREEDY = Sampling()
 
 
 class Cached:
-    """A network under one policy: reads a prompt, writes tokens, says what its cache holds."""
+    """A network under one policy: reads a prompt, writes tokens, and reports its cache."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Cached:
         """Seconds of a step, mean over `steps`. Greedy: each step is fed the last one's token."""
 
         def run() -> None:
-            for i in range(steps):  # none is launched beyond those that are counted
+            for i in range(steps):  # no further step is launched after the last
                 self._token = self.engine.next(
                     self._token, self.vocab, _GREEDY, 0, ahead=i + 1 < steps
                 )
@@ -88,7 +88,7 @@ class Cached:
         return self.engine.kv.stats()
 
     def held(self) -> dict[str, Any]:
-        """Bytes of the cache, and the tokens per head that it keeps, for JSON."""
+        """Bytes of the cache, and its tokens per head, for JSON."""
         stats = self.stats()
         names = ("held_bytes", "allocated_bytes", "full_bytes", "kept_mean", "kept_max")
         return {"kv_bytes": {x.removesuffix("_bytes"): getattr(stats, x) for x in names}}
@@ -125,7 +125,7 @@ def _engine(net: Llama, eviction: EvictionConfig, kernels: str, kept_in: str) ->
 
 
 def installed() -> bool:
-    """Whether transformers is there."""
+    """Whether transformers is installed."""
     return util.find_spec(PEER) is not None
 
 
@@ -146,7 +146,7 @@ class Transformers:
     )
 
     def __init__(self, spec: networks.Spec, net: Llama | None = None) -> None:
-        """net: a random network whose tensors are to be the parameters; else they are made."""
+        """net: a random network whose tensors become the parameters; None: load or make them."""
         library = importlib.import_module(PEER)
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
@@ -168,14 +168,14 @@ class Transformers:
         self._token = torch.zeros((1, 1), dtype=torch.int64, device=self.device)
 
     def read(self, ids: list[int], room: int = 0) -> float:
-        """Seconds for a prompt into a new cache; logits of its last token only, as `generate` has
-        them."""
+        """Seconds for a prompt into a new cache; computes only the logits of the last token, as
+        `generate` does."""
         self._cache = self._new_cache(config=self.model.config)
         given = torch.tensor([ids], device=self.device)
         return self._clock(lambda: self._forward(given))
 
     def write(self, steps: int) -> float:
-        """Seconds of a step, mean over so many; greedy, and the token stays on the device."""
+        """Seconds of a step, mean over `steps`; greedy, and the token stays on the device."""
 
         def run() -> None:
             for _ in range(steps):
@@ -198,7 +198,7 @@ class Transformers:
 
 
 def _random(library: Any, spec: networks.Spec, net: Llama) -> Any:
-    """A model whose parameters are the tensors of minikv's random network, not copies."""
+    """A model whose parameters are the tensors of minikv's random network, without copies."""
     sizes = spec.sizes
     assert sizes is not None
     config = library.LlamaConfig(
@@ -220,7 +220,7 @@ def _random(library: Any, spec: networks.Spec, net: Llama) -> Any:
     model.load_state_dict(dict(net.tensors()), assign=True, strict=not sizes.tied)
     if sizes.tied:
         model.tie_weights()
-    # The angles are no weights: they were made on the meta device, which has no memory.
+    # The angles are not weights: they were made on the meta device, without memory.
     llama = importlib.import_module("transformers.models.llama.modeling_llama")
     model.model.rotary_emb = llama.LlamaRotaryEmbedding(config=config).to(spec.device)
     return model

@@ -1,4 +1,5 @@
-"""The last answer: /continue, /copy, /verify and --check; and /refresh, for the next one."""
+"""Commands about the last answer: /continue, /copy, /verify and --check; and /refresh, about the
+next one."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 MOST = 75_000
-"""Bytes that /copy sends: more than that, most terminals drop without a word."""
-_TOKEN = 24  # most cells of a token that is quoted
+"""The most bytes that /copy sends: most terminals silently drop more."""
+_TOKEN = 24  # most cells of a quoted token
 
 
 def _continue(context: Context, arguments: list[str]) -> None:
@@ -84,7 +85,7 @@ def _verify(context: Context, arguments: list[str]) -> None:
 
 def check(session: ChatSession, terminal: Terminal, interrupts: Interrupts) -> bool:
     """Compare the last answer with the answer of a full cache, and say whether they agree. Stops
-    when a key is typed, or with Ctrl-C. Returns False if this chat's answers cannot be compared."""
+    when a key is typed, or at Ctrl-C. Returns False if this chat's answers cannot be compared."""
     report = session.report
     if report is None or report.against_full.same is not None or not report.tokens.generated:
         return True

@@ -1,4 +1,5 @@
-"""`minikv ask`: which words of its line are the question; one answer, made for pipes."""
+"""`minikv ask`: finds the question among the words of its line, and writes one answer, for
+pipes."""
 
 from __future__ import annotations
 
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 
-_WORDS = 3  # an unquoted question has at least so many; of two, one may be a mistyped file
+_WORDS = 3  # an unquoted question has at least this many; of two, one may be a mistyped file
 _PATH = re.compile(r"[/\\~]|\.\w{1,8}$")
 
 
 def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str]:
-    """The question, the files, and a line that says how they were read if the question was not the
-    first word alone. Raises UsageError."""
+    """The question, the files, and, if the question was not the first word alone, a line that says
+    how they were read. Raises UsageError."""
     words = [question, *files]
     if question == "-" or (not _named(question) and all(map(_named, files))):
         return question, list(files), ""
@@ -62,7 +63,7 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
     if not asked:
         raise UsageError(
             "there is no question: every word names a file",
-            f"{_line('QUESTION', named)}; a question that is the name of a file goes through "
+            f"{_line('QUESTION', named)}; to ask a question that is the name of a file, use "
             "`minikv ask -`",
         )
     unquoted = len(asked) >= _WORDS and not any(_file(word) or " " in word for word in asked)
@@ -81,7 +82,7 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
             return question, list(files), ""  # a file that is not there is said when it is read
     if not plain:
         raise UsageError(
-            "it is not plain which words are the question",
+            "it is not clear which words are the question",
             f"the question goes first, in quotes: {_line(' '.join(asked), named)}",
         )
     question = " ".join(asked)
@@ -89,8 +90,8 @@ def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str
 
 
 def _named(word: str) -> bool:
-    """Whether a word names something that is there. A question mark alone makes no pattern: a
-    question has one."""
+    """Whether a word names an existing file. A question mark alone makes no pattern, because
+    questions have one."""
     path = os.path.expanduser(word)
     try:
         pattern = re.search(r"[*\[]", path) and next(glob.iglob(path), None) is not None
@@ -109,7 +110,7 @@ def _file(word: str) -> bool:
 
 
 def _like(word: str) -> bool:
-    """Whether a file is named as nothing else is: a word of a question may be the name of a
+    """Whether a word can only be a file: a word of a question may also be the name of a
     directory."""
     return word == "-" or bool(_PATH.search(word) or re.search(r"[*\[]", word))
 
@@ -121,8 +122,8 @@ def _line(question: str, files: Sequence[str]) -> str:
     return " ".join(["minikv ask", asked, *named])
 
 
-_ASKED = 60  # characters of the last question
-_MOST = 0.5  # if a larger share of what was read was evicted, a line says so
+_ASKED = 60  # characters of the last question that are shown
+_MOST = 0.5  # if a larger share of the tokens read was evicted, a line says so
 
 
 def ask(
@@ -132,13 +133,13 @@ def ask(
     interface: Interface,
     call: Call,
 ) -> None:
-    """Answer on stdout. With `asked.chat`, in the saved chat of this name, and with `asked.go_on`,
-    in that of the last `ask`: with its own settings except those that were typed; the chat is then
+    """Answer on stdout. `asked.chat` asks in the saved chat of this name, and `asked.go_on` in that
+    of the last `ask`, with that chat's settings except those that were typed; the chat is then
     saved with this turn. Exits with 130 if the user stopped the answer.
 
-    The question "-" is the whole user message from standard input, verbatim but for one line end at
-    its end, which `echo` adds. Otherwise what is piped in is the document if no file is named, or
-    if one of the files is "-".
+    The question "-" means the whole user message from standard input, verbatim except for one final
+    line end, which `echo` adds. Otherwise piped input is the document if no file is named, or if
+    one of the files is "-".
     """
     chat, go_on, as_json = asked.chat, asked.go_on, asked.as_json
     terminal, given, loaders = call.terminal, call.given, call.config.loaders
@@ -150,12 +151,12 @@ def ask(
     refuse_without_torch()
     settings.check_eviction()  # refuse a wrong policy before a large document is read
     if chat is not None and go_on:
-        raise UsageError("--continue is the chat of the last ask", "give --chat NAME alone")
+        raise UsageError("--continue means the chat of the last ask", "give --chat NAME alone")
     name = LAST if go_on else (chat or "")
     go_on, remembers = go_on or chat is not None, settings.remember != "off"
     if name == LAST and not remembers:
         raise UsageError(
-            "with --remember off no ask is kept that could be continued", "leave it out here"
+            "with --remember off no ask is saved that could be continued", "leave it out here"
         )
     own = settings
     if not go_on and settings.reuse == "recall":  # there is no later question
@@ -186,7 +187,7 @@ def ask(
         if session is not None and session.report is not before:
             if go_on:
                 keeper.keep(session)
-            elif remembers:  # for questions to come, with what was left out for this one
+            elif remembers:  # for later questions, with the settings that were changed for this one
                 session.reuse, session.recall.kind = own.reuse, own.tier
                 keeper.keep_ask(session)
         if session is not None:
@@ -272,7 +273,8 @@ def unread(stream: TextIO) -> bool:
 
 
 def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
-    """Say so if most of what was read was evicted. What slides out of a window does not count."""
+    """Warn if most of the tokens read were evicted. Tokens that slide out of a window do not
+    count."""
     tokens, kv = report.tokens, report.kv_bytes
     gone = tokens.evicted_total / tokens.seen_total if tokens.seen_total else 0.0
     if report.against_full.same is None and min(gone, kv.saved) >= _MOST:

@@ -52,9 +52,9 @@ def chat(
     interface: Interface,
     call: Call,
 ) -> None:
-    """Talk until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
-    the exit code is then that of the first turn that failed. The settings that were typed
-    (`call.given`) win over those with which a resumed chat was saved."""
+    """Chat until /exit or Ctrl-D. Without a terminal, each line of standard input is a question;
+    the exit code is then that of the first turn that failed. Typed settings (`call.given`) win over
+    those of a resumed chat."""
     files, first, resume = asked.files or [], asked.prompt, asked.resume
     terminal, config, given = call.terminal, call.config, call.given
     terminal.thoughts = interface.thoughts
@@ -74,7 +74,7 @@ def chat(
             "--reread opens a saved chat without its cache, and needs --resume",
             "minikv chat --resume NAME --reread",
         )
-    if resume is not None:  # refused, if at all, before the model is loaded
+    if resume is not None:  # any refusal comes before the model is loaded
         resume = resume or newest()
         settings = resumed(settings, resume, given)
     refuse_without_torch()
@@ -140,11 +140,11 @@ def chat(
 
 
 def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> int:
-    """The loop. Returns the exit code of the first failed line, 0 if none failed."""
+    """The chat's loop. Returns the exit code of the first failed line, 0 if none failed."""
     session, terminal, interrupts = context.session, context.terminal, context.interrupts
     terminal.chat = True
     first_failure = 0
-    asked = False  # whether the user was asked about reading so much again
+    asked = False  # whether the user was asked about a long rereading
     while True:
         try:
             line = read_line()
@@ -162,7 +162,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         before, command = session.turn, slash_commands.is_command(line)
         report, literal = session.report, slash_commands.literal(line)
         if typed:
-            interrupts.forget()  # a line was sent since: an earlier Ctrl-C does not count
+            interrupts.forget()  # a line was sent since, so an earlier Ctrl-C does not count
         else:
             interrupts.pressed()
         # A Ctrl-C that comes in a command, or just after an answer, must not end the chat.
@@ -187,7 +187,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
             except Interrupted as stopped:
                 terminal.say(terminal.words(f"{stopped}; {stopped.hint}"))
             except Exception as error:
-                # The session is as it was, or has what was written; the chat continues.
+                # The session is as before, or has the part that was written; the chat continues.
                 if context.debug:
                     terminal.say("".join(traceback.format_exception(error)))
                 failure = show(terminal, error)
@@ -197,10 +197,10 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 first_failure = first_failure or failure.code
                 if isinstance(error, ContextError) and session.pending:
                     terminal.say(
-                        "  the documents still wait for your next question; /docs numbers them, "
-                        "/drop NUMBER takes one out"
+                        "  the documents stay for your next question; /docs numbers them, "
+                        "/drop NUMBER removes one"
                     )
-            # A command that asks (/retry) has shown its own.
+            # A command that asks (/retry) has shown its own lines.
             if not command and session.turn > before and session.report is not None:
                 note_report(session.report, terminal)
                 if typed and session.report.stop_reason == "length":
@@ -208,13 +208,13 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                 if context.checks:
                     context.checks = check(session, terminal, interrupts)
             context.keeper.keep(session)
-        # As in a shell: stopping an answer also drops what was typed ahead.
+        # As in a shell, stopping an answer also drops the lines typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:
             terminal.keyboard.take()
 
 
 def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
-    """Ask whether `--reuse auto` may read so much again. Ctrl-C and Ctrl-D mean no."""
+    """Ask whether `--reuse auto` may read that much again. Ctrl-C and Ctrl-D mean no."""
     session, terminal = context.session, context.terminal
     terminal.say(
         f"for the best answer, {amount(session.reads_again, 'token')} are read again, now and "
@@ -235,8 +235,8 @@ def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
 
 
 def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> Callable[[], str]:
-    """A function that gives the question as if it had been typed first, then what `read_line`
-    gives."""
+    """A function that returns the question first, as if it had been typed, and then the results of
+    `read_line`."""
     waiting = [question]
 
     def read() -> str:
@@ -244,13 +244,13 @@ def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> C
             return read_line()
         text = waiting.pop()
         terminal.note(f"› {text}", "")
-        return re.sub(r"\A(\s*)/", r"\1//", text)  # a question, also if it begins as a command
+        return re.sub(r"\A(\s*)/", r"\1//", text)  # a question, even if it begins like a command
 
     return read
 
 
 def _help(session: ChatSession) -> Help:
-    """What the line editor completes and shows."""
+    """The completions and the toolbar of the line editor."""
     from minikv.cli.screen.editor import Help
 
     def words(typed: Sequence[str]) -> Sequence[str]:

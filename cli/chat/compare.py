@@ -1,7 +1,7 @@
 """`/compare`: the last question again, under other policies and under a full cache, side by side.
 
-Every run is a conversation of its own over the same network: the documents and the last question,
-greedy, one cache after the other. The running chat is never touched.
+Every run is a separate conversation over the same network: the documents and the last question,
+greedy, one cache after another. The running chat never changes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 NARROWEST = 80
-"""On a narrower screen, the runs are one below the other."""
+"""On a narrower screen, the runs are listed one below another."""
 ENOUGH = 16
-"""Tokens of an answer from which on its speed is compared."""
-_COLUMN = 22  # least columns of a run beside others
+"""The fewest tokens of an answer whose speed is compared."""
+_COLUMN = 22  # fewest columns of a run next to others
 _LABEL = 12  # columns of the names of the rows
 _BUDGET = "512"
 _USAGE = "/compare POLICY [POLICY ...] [budget=N], for example /compare streaming h2o budget=256"
 
 Show = Callable[[int, int, int], None]
-"""Shows how far a run is: tokens read, of how many, and pieces of text written."""
+"""Shows the progress of a run: tokens read, of how many, and pieces of text written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def speed(self) -> float | None:
-        """Tokens per second that it wrote; None if it wrote too few to say."""
+        """Tokens per second while writing; None if there were too few."""
         return self.report.rate.decode_tok_s if self.report.tokens.generated >= ENOUGH else None
 
 
@@ -79,19 +79,19 @@ def _compare(context: Context, arguments: list[str]) -> None:
     stop, told = Stop(), {*session.report.warnings}
 
     def notice(line: str) -> None:
-        """A warning of a run, unless this chat or another run had it, too."""
+        """Show a warning of a run, unless this chat or another run has shown it."""
         if line not in told:
             told.add(line)
             terminal.warn(f"{name}: {line}")
 
     try:
         with context.interrupts.stopping(stop):
-            # The full cache is the largest: run first, its errors cost no time.
+            # The full cache is the largest, so it runs first: its errors then cost no time.
             for eviction in (choices[-1], *choices[:-1]):
                 name, stop.session = label(eviction), beside(session, eviction)
                 live = _live(terminal, name)
                 runs.append(run(stop.session, name, question, greedy, live, stop, notice))
-                stop.session = None  # so that only one cache exists beside the chat's
+                stop.session = None  # so that only one cache exists in addition to the chat's
     finally:
         if len(runs) > 1:  # also after Ctrl-C
             session.baseline_tok_s = runs[0].speed  # for the records of later turns
@@ -130,15 +130,15 @@ COMMANDS = (
 )
 
 
-# -- what is run ----------------------------------------------------------------------------
+# -- the runs -------------------------------------------------------------------------------
 
 
 def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[EvictionConfig]:
-    """The policies to run: the chat's own, with its options, those that are named, and full last.
-    While `--budget auto` evicts nothing, they run with `_BUDGET`. Raises UsageError.
+    """The policies to run: the chat's own with its options, the named ones, and finally full. While
+    `--budget auto` evicts nothing, they run with `_BUDGET`. Raises UsageError.
     """
     own, budget = session.eviction, session.eviction.budget
-    if budget.unit == "auto":  # what it means in this chat
+    if budget.unit == "auto":  # its meaning in this chat
         budget = replace(budget, unit="rows") if budget.value else read_budget(_BUDGET)
     choices = [own] if own.may_evict else []
     for argument in arguments:
@@ -157,7 +157,7 @@ def read_choices(session: ChatSession, arguments: Sequence[str]) -> list[Evictio
 
 
 def label(eviction: EvictionConfig) -> str:
-    """A run's name: policy, the policy while writing where it is another one, and budget."""
+    """A run's name: policy, the policy while writing if that is another one, and budget."""
     if not eviction.evicts:
         return "full"
     name = eviction.policy
@@ -169,9 +169,9 @@ def label(eviction: EvictionConfig) -> str:
 
 
 def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
-    """A new chat with the same documents, over the same network, tokenizer and template, with a
-    cache of its own. If the chat has a tier with exact rows, it reads them instead of the
-    documents. Raises UsageError if policy and budget do not go together."""
+    """A new chat with the same documents, over the same network, tokenizer and template, with its
+    own cache. If the chat has a tier with exact rows, the new chat reads them instead of the
+    documents. Raises UsageError if policy and budget cannot be combined."""
     from minikv.cache.kv_cache import KVCache
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
@@ -195,7 +195,7 @@ def beside(session: ChatSession, eviction: EvictionConfig) -> ChatSession:
             seed=session.seed,
             system=session.system,
             pin_system=session.pin_system,
-            # It asks once. Where its policy cannot use the tier, it reads everything.
+            # It asks only once. If its policy cannot use the tier, it reads everything.
             reuse="auto" if session.reuse == "recall" else session.reuse,
             fidelity="off",
         ),
@@ -289,7 +289,7 @@ def _rate(value: float | None) -> str:
 def table(question: str, before: int, runs: Sequence[Run], width: int) -> str:
     """The runs side by side, or one below the other on a narrow screen; the full cache is last.
 
-    Says what was run, and what was left out of it: the `before` questions before this one.
+    Says what was run, and that the `before` earlier questions were left out.
     """
     rows = [facts(one, runs[-1]) for one in runs]
     lines = [f"question: {clipped(question, width - 11)}"]

@@ -1,4 +1,4 @@
-"""`minikv demo`: a guided chat over the bundled document. Every turn is run, none is canned."""
+"""`minikv demo`: a guided chat over the bundled document. Every turn is really run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ BUDGET = "256"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One part of the demo. `text`: what is about to happen. `lines`: a question and commands, as
-    they would be typed. `said`: the sentence of the document that has the answer, and `answer` a
-    part of it; `fails`: the model is expected to answer otherwise. `then` is said after all that,
-    if it went as expected."""
+    """One part of the demo. text: an introduction. lines: a question and commands, as a user would
+    type them. said: the sentence of the document with the answer; answer: a part of it. fails: the
+    model should answer something else. then: shown afterwards, if everything went as expected."""
 
     title: str
     text: str
@@ -65,14 +64,14 @@ STEPS = (
     Step(
         "The same follow-up, recalled",
         "By default every question is answered from all that was read. Its keys and values are "
-        "kept beside the cache, and what the answer is written from is chosen for each question. "
+        "stored outside the cache, and for each question minikv chooses which tokens stay. "
         "Nothing is read again.",
         ("/set reuse auto", "Please find the accountant of Halhart Works."),
         "Katya Warulf",
         _ACCOUNTANT,
     ),
     Step(
-        "Beside the full cache, and beside another policy",
+        "Compared with the full cache and another policy",
         "Policies differ in what they keep. streaming keeps the first and the last tokens, "
         "whatever is asked. /compare asks the same question under it and with the full cache.",
         ("What is the site of Project Merry Horizon?", "/compare streaming"),
@@ -90,7 +89,7 @@ The bundled model is a toy that knows only its own made-up world: your documents
 
 
 def demo(terminal: Terminal, *, debug: bool = False) -> None:
-    """Run the steps, waiting for Enter between them where a person is at the terminal."""
+    """Run the steps. On a terminal, wait for Enter between them."""
     from minikv.models import BUNDLED
 
     person = sys.stdin.isatty() and terminal.err.isatty()

@@ -1,4 +1,4 @@
-"""Which heads still hold which tokens: the facts that /kept and /export show."""
+"""Finds which heads still hold which tokens, for /kept and /export."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Spans:
     """The text of a run of tokens, piece by piece.
 
     Piece k is text[start[k] : end[k]] and belongs to the token at position token[k]. Tokens without
-    text (control tokens) have no piece; tokens that spell one character together all have it.
-    Start and end ascend.
+    text (control tokens) have no piece; tokens that together spell one character all have the same
+    piece. Start and end ascend.
     """
 
     text: str
@@ -31,7 +31,7 @@ class Spans:
     end: tuple[int, ...]
 
     def overlap(self, begin: int, end: int) -> range:
-        """The pieces that have a part of text[begin:end]."""
+        """The pieces that overlap text[begin:end]."""
         return range(bisect_right(self.end, begin), bisect_left(self.start, end))
 
     def within(self, first: int, last: int) -> range:
@@ -52,8 +52,8 @@ class Part:
 class Kept:
     """Which of the T tokens fed so far each KV head holds, and the text of the tokens.
 
-    `held` is bool [L, H, T] on the host. `parts` are the documents whose text was found again
-    among the tokens, in order; there may be none.
+    held: bool [L, H, T] on the host. parts: the documents whose text was found among the tokens, in
+    order; there may be none.
     """
 
     held: Tensor
@@ -81,7 +81,7 @@ class Kept:
 
 
 def read(session: ChatSession) -> Kept:
-    """The facts of a chat right now. Between turns only; with nothing fed, T is 0."""
+    """The present facts of a chat. Between turns only; if nothing was fed, T is 0."""
     spans = spell(session.tokenizer, session.fed)
     parts = filter(None, locate(spans, session.documents))
     return Kept(held(session), spans, tuple(parts))
@@ -99,10 +99,10 @@ def held(session: ChatSession) -> Tensor:
 
 
 def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
-    """The text of `ids`, equal to what `tokenizer.decode` makes of them, and each token's place.
+    """The text of `ids`, as from `tokenizer.decode`, and where each token's text is.
 
-    A stream gives no text for a control token, and none yet for the first bytes of a character. The
-    token decoded alone tells which of the two it is, and whether it ends inside a character.
+    A stream returns no text for a control token, and none yet for the first bytes of a character.
+    Decoding the token alone tells these two apart, and whether it ends inside a character.
     """
     alone: dict[int, tuple[bool, bool]] = {}
 
@@ -135,13 +135,13 @@ def spell(tokenizer: Tokenizer, ids: Sequence[int]) -> Spans:
 
 
 def locate(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
-    """Where the documents are among the tokens; None for one whose text the tokenizer changes (a
-    normaliser)."""
+    """Where the documents are among the tokens; None for a document whose text the tokenizer
+    changes (a normaliser)."""
     parts: list[Part | None] = []
     at = 0
     for number, document in enumerate(documents, 1):
         whole = document.rendered()
-        begin = spans.text.find(whole, at)  # with its name, for a short text may also be elsewhere
+        begin = spans.text.find(whole, at)  # with its name: a short text may also be elsewhere
         begin = (
             begin + whole.rfind(document.text) if begin >= 0 else spans.text.find(document.text, at)
         )
@@ -156,8 +156,9 @@ def locate(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
 
 
 def counted(session: ChatSession, most: float = math.inf) -> list[int | None]:
-    """The tokens of each document, in the order of /docs. Of one that was read, those that /kept
-    shows; of another, those of its text alone, or None if it has more than `most` characters."""
+    """The number of tokens of each document, in the order of /docs. For a document that was read,
+    those that /kept shows; otherwise those of its text alone, or None if it has more than `most`
+    characters."""
     ids = session.fed or session.known
     read = locate(spell(session.tokenizer, ids), session.documents) if ids else []
 

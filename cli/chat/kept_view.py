@@ -1,6 +1,6 @@
 """`/kept`: the document on screen, shaded by the share of heads that still hold each token.
 
-Colour is not the only sign: each line begins with its mean share, as a block and as a percentage.
+Not only colour shows this: each line begins with its mean share, as a block and as a percentage.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def page(facts: Kept, screen: Screen, first: Sequence[str] = (), *, whole: bool)
 
 
 def _scale(largest: float, screen: Screen) -> list[str]:
-    """What the block and the percentage of a line mean, and the colours."""
+    """A legend for the block and the percentage of a line, and for the colours."""
     meaning = "share of the heads that hold a token, mean of the line"
     if largest:
         meaning += f"; {BLOCKS[-1]} is {percent(largest)}, the most on a line"
@@ -193,8 +193,8 @@ class Passage:
 def passages(facts: Kept, count: int = PASSAGES) -> list[Passage]:
     """The best-kept runs of `PASSAGE` tokens that do not overlap, best first.
 
-    Only of the documents, if there are any, because template, question and answer are mostly
-    protected. Passages that no head holds any of are left out.
+    Only passages of the documents, if there are any, because template, question and answer are
+    mostly protected. Passages without a held token are left out.
     """
     spans = facts.spans
     share = facts.share()[list(spans.token)].tolist()
@@ -269,12 +269,13 @@ def find(facts: Kept, text: str, width: int, *, recalls: bool = False) -> str:
 
 
 def _verdict(found: Sequence[tuple[bool, float, float]], recalls: bool) -> str:
-    """One line about the best-kept occurrence: of those in documents, if any, else of all."""
+    """One line about the best-kept occurrence: of those in documents if there are any, otherwise of
+    all."""
     documents = [place for place in found if place[0]]
     _, whole, some = max(documents or found, key=lambda place: place[1:])
     again = "/refresh reads the documents again for your next question"
     if recalls:
-        again = "your next question looks at it all the same, as all that was read is there"
+        again = "your next question still sees it, because the tier has all that was read"
     if some == 0:
         where = "gone from the documents in" if len(documents) < len(found) else "gone from"
         return f"{where} this cache; {again}"

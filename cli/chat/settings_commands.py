@@ -72,7 +72,7 @@ def _places(context: Context) -> dict[str, tuple[object, str]]:
 
 
 def _values(context: Context) -> dict[str, Any]:
-    """Every setting as it is in force now, by name."""
+    """The present value of every setting, by name."""
     import torch
 
     session = context.session
@@ -96,12 +96,12 @@ def _values(context: Context) -> dict[str, Any]:
     return found | switched
 
 
-# -- what changes ---------------------------------------------------------------------------
+# -- changes --------------------------------------------------------------------------------
 
 
 def reseeded(eviction: EvictionConfig, seed: int, before: int | None = None) -> EvictionConfig:
     """The settings with another seed for policies that draw random numbers. If `before` is given,
-    only seeds that have this value change."""
+    only seeds with this value change."""
     policy, decode = (
         {
             name: seed if name == "seed" and before in (None, value) else value
@@ -133,7 +133,8 @@ def _decode(context: Context, value: str) -> None:
 
 
 def _system(context: Context, given: str) -> None:
-    """Change the system prompt: at once if nothing was read yet, else for the next conversation."""
+    """Change the system prompt: at once if nothing was read yet, otherwise for the next
+    conversation."""
     session = context.session
     if given.startswith("@"):
         given = file_text(given[1:], typed=True)
@@ -148,7 +149,7 @@ def _system(context: Context, given: str) -> None:
 
 
 def _change(context: Context, key: str, words: Sequence[str]) -> None:
-    """Change a setting to what these words say. Raises UsageError."""
+    """Change a setting to the value that these words spell. Raises UsageError."""
     one, words = SETTINGS[key], [" ".join(words)] if key == "system" else words
     value: Any = one.read(one.parse_words(words), key)
     session, eviction = context.session, context.session.eviction

@@ -1,4 +1,4 @@
-"""What a slash command is, and what it gets; the table of them is in `commands`."""
+"""The types of a slash command and of its arguments. `slash_commands` has the table of commands."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Leave(Exception):
 
 @dataclass(slots=True)
 class Context:
-    """What a command may read and change. `errors`: how invalid bytes in documents are handled;
-    `generation`: how the next answers are written; `keeper`: saves the chat; `loaders`: a command
-    per file extension; `began`: the settings with which the chat was started; `origins`: where
-    each one's value came from; `debug`: show where an error happened; `checks`: answers are
-    compared with those of a cache without eviction; `stopped`: the turn whose question was asked
-    again and stopped."""
+    """The objects that a command may read and change. errors: how invalid bytes in documents are
+    handled. generation: how the next answers are written. keeper: saves the chat. loaders: a
+    command per file extension. began: the settings with which the chat started. origins: where each
+    setting's value came from. debug: show where an error happened. checks: compare answers with
+    those of a cache without eviction. stopped: the turn whose question was asked again and then
+    stopped."""
 
     session: ChatSession
     terminal: Terminal
@@ -45,11 +45,11 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One slash command; `words` are its names, the first one shown. `run` raises UsageError.
+    """One slash command. words: its names, of which the first is shown. run: raises UsageError.
 
-    `raw`: the rest of the line, quotes included, is one argument. For Tab: `files` says that paths
-    may follow; `follows` are the other words that may: a flag anywhere, else as the first word; or
-    a function that returns them, given the chat, the words between the command and the word being
+    raw: the rest of the line, quotes included, is one argument. For Tab: files: whether paths may
+    follow. follows: other words that may follow (a flag anywhere, another word as the first), or a
+    function that returns them, given the chat, the words between the command and the word being
     typed, and that word.
     """
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _GONE = {"show": "/set lists every setting; /policy, /budget and /system show theirs"}
 """Commands of earlier versions, with what to use instead."""
 _WIDEST = 24
-"""Columns of a command in /help; a longer one has a line of its own."""
+"""Columns of a command in /help; a longer one has its own line."""
 
 
 def is_command(line: str) -> bool:
@@ -107,7 +107,7 @@ def _help(context: Context, arguments: list[str]) -> None:
         context.terminal.say(
             "Ctrl-C stops an answer, Ctrl-D leaves; //x sends /x as text; Alt-Enter or Ctrl-J is a "
             'new line, Ctrl-G your editor, Ctrl-R searches; """ begins and ends a block. Lines '
-            "typed during an answer are sent after it; Ctrl-C drops them, too"
+            "typed during an answer are sent after it; Ctrl-C drops them too"
         )
 
 

@@ -1,4 +1,4 @@
-"""Open a chat on a terminal, and run one turn of it: progress, warnings, then the answer.
+"""Opens a chat on a terminal, and runs turns: progress, warnings, then the answer.
 
 Every answer that a user sees is written here.
 """
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 TOY = "bundled: a toy that knows only a made-up world; your documents need -m NAME"
-_SAMPLE = 20_000  # characters of a document that are looked at
+_SAMPLE = 20_000  # characters of a document that are examined
 _FOREIGN = 3.2
-"""Characters a token: in texts of that world there are more, at least 4.5, and in others fewer, at
+"""Characters per token that separate texts of that world, with at least 4.5, from others, with at
 most 2.2 (English, code, Markdown)."""
 _SPARE = ("kept ", "first token ")
-"""Figures under an answer that a narrow terminal does not show."""
+"""The figures under an answer that a narrow terminal omits."""
 
 
 def is_toy(session: ChatSession) -> bool:
@@ -40,8 +40,7 @@ def is_toy(session: ChatSession) -> bool:
 
 
 def warn_of_toy(session: ChatSession, terminal: Terminal, texts: Sequence[str]) -> None:
-    """Say so where the bundled model is asked about texts that are not of its world, or about
-    none."""
+    """Warn if the bundled model is asked about texts that are not of its world, or about none."""
     if not is_toy(session):
         return
     for text in [text[:_SAMPLE] for text in texts] or [""]:
@@ -51,8 +50,8 @@ def warn_of_toy(session: ChatSession, terminal: Terminal, texts: Sequence[str]) 
 
 
 def note_report(report: TurnReport, terminal: Terminal) -> None:
-    """The short lines under an answer. On a terminal, a line that would wrap is written without
-    what is wanted least."""
+    """The short lines under an answer. On a terminal, a line that would wrap is written without its
+    least important figures."""
     screen = terminal.screen
     for line in map(terminal.words, report.lines()):
         short = line.replace(" tokens per head", "")
@@ -67,7 +66,7 @@ def open_chat(
     terminal: Terminal,
     interrupts: Interrupts | None = None,
 ) -> ChatSession:
-    """Load the model and attach the documents, with their warnings. Errors as `build`'s."""
+    """Load the model and attach the documents, with their warnings. Errors as in `build`."""
     loading = Loading(terminal)
     with terminal.silent(), (interrupts or Interrupts()).stopping(loading.cancel):
         terminal.status("loading the model")
@@ -89,7 +88,7 @@ def run_turn(
     *,
     show: bool = True,
 ) -> str:
-    """Ask, streaming to stdout if `show`. Returns the answer; the session's errors pass through."""
+    """Ask, streaming to stdout if `show`. Returns the answer. Raises the session's errors."""
     if session.pending:
         warn_of_toy(session, terminal, [document.text for document in session.pending])
     live = Live(terminal, "reading")
@@ -123,8 +122,8 @@ def _stream(
     show: bool = True,
     after: str = "",
 ) -> str:
-    """Show what `write` yields as it comes; if the terminal takes records, the record of the turn
-    instead. Returns the text. `after`: the part of the answer that was shown before."""
+    """Show the pieces that `write` yields as they come, or, if the terminal takes records, the
+    record of the turn. Returns the text. after: the part of the answer that was shown before."""
     pieces: list[str] = []
     late: list[str] = []
     finished = False
@@ -133,7 +132,7 @@ def _stream(
     thinking = Thinking(terminal)
 
     def notice(line: str) -> None:
-        """A warning: at once, but not in the middle of the answer."""
+        """Show a warning at once, but not in the middle of the answer."""
         if show and (pieces or after or thinking.tokens):
             late.append(line)
         else:
@@ -164,20 +163,19 @@ def _stream(
 
 
 def thoughts_of(turn: Turn) -> dict[str, str]:
-    """The thoughts as a part of a record; nothing if there are none."""
+    """The thoughts as a part of a record; empty if there are none."""
     return {"thoughts": turn.thoughts} if turn.thoughts else {}
 
 
 def figures(report: TurnReport, terminal: Terminal) -> dict[str, Any]:
-    """The figures of a turn as --json prints them, with every warning that came on stderr since the
-    last turn."""
+    """The figures of a turn for --json, with every warning on stderr since the last turn."""
     warned, terminal.warned = terminal.warned, []
     return report.to_dict() | {"warnings": list(dict.fromkeys((*warned, *report.warnings)))}
 
 
 def record(turn: Turn, terminal: Terminal) -> dict[str, Any]:
-    """A turn as `chat --json` prints it: question, answer, thoughts if there are any, the names of
-    its documents, figures."""
+    """A turn for `chat --json`: question, answer, thoughts if there are any, the names of its
+    documents, figures."""
     return {
         "question": turn.question,
         "answer": turn.answer,

@@ -1,4 +1,4 @@
-"""/add, /docs, /drop and /tokens: the documents of a chat, and what its context is used for."""
+"""/add, /docs, /drop and /tokens: the documents of a chat, and the use of its context."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 REPLACE = "--replace"
 PIPED = "piped text"
 COUNTED = 1_000_000
-"""Characters up to which /docs counts the tokens of a document that waits: a tokenizer takes about
-a second for them."""
+"""The most characters of a pending document whose tokens /docs counts: a tokenizer takes about a
+second for them."""
 
 
 def _add(context: Context, arguments: list[str]) -> None:
@@ -84,8 +84,8 @@ def _docs(context: Context, arguments: list[str]) -> None:
 
 
 def _drop(context: Context, arguments: list[str]) -> None:
-    """A waiting document is dropped at once. One that was read has changed the keys and values of
-    everything after it, so dropping it begins a new conversation about the others."""
+    """A pending document is dropped at once. A document that was read has changed the keys and
+    values of everything after it, so dropping it begins a new conversation about the others."""
     session, terminal = context.session, context.terminal
     listed = _all(session)
     if not listed:
@@ -115,7 +115,8 @@ def _drop(context: Context, arguments: list[str]) -> None:
 
 
 def _find(listed: list[Document], wanted: str) -> int:
-    """The index that a number from /docs or a name means; a number wins. Raises UsageError."""
+    """The index of the document with this number in /docs or this name; a number wins. Raises
+    UsageError."""
     if wanted.isdecimal() and 1 <= int(wanted[:9]) <= len(listed):
         return int(wanted) - 1
     names = [_name(document) for document in listed]
@@ -126,7 +127,7 @@ def _find(listed: list[Document], wanted: str) -> int:
 
 
 def _all(session: ChatSession) -> list[Document]:
-    """Those that were read, then those that wait: the order of /docs."""
+    """The documents that were read, then the pending ones: the order of /docs."""
     return [*session.documents, *session.pending]
 
 
@@ -156,9 +157,9 @@ def _tokens(context: Context, arguments: list[str]) -> None:
 
 
 def usage(session: ChatSession) -> list[tuple[str, int, str]]:
-    """(what, tokens, the command that frees it). All but the waiting documents sum to the model's
-    context. A document has the tokens that /docs and /kept count; its name and the joins between
-    parts count as markers."""
+    """(what, tokens, the command that frees it). All entries but the pending documents sum to the
+    model's context. A document has the tokens that /docs and /kept count; its name and the joins
+    between parts count as markers."""
 
     def tokens(texts: Iterable[str]) -> int:
         return sum(len(session.tokenizer.encode(text)) for text in texts if text)
@@ -185,7 +186,7 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
         thoughts = sum(turn.report.tokens.thoughts for turn in there)
     markers = fed - system - sum(count for _, count, _ in documents[:read])
     markers -= questions + thoughts + answers
-    if markers < 0:  # parts encoded apart can take a few tokens more than together
+    if markers < 0:  # parts encoded separately can take a few tokens more
         questions, markers = max(0, questions + markers), 0
     rows = [
         ("system prompt", system, '/system "", then /clear' if system else ""),
@@ -218,7 +219,7 @@ COMMANDS = (
     Command(
         ("drop",),
         "NUMBER | NAME",
-        "take one out; if read, the chat starts anew",
+        "remove a document; if it was read, a new conversation begins",
         _drop,
         follows=_after_drop,
     ),

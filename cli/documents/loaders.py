@@ -1,8 +1,8 @@
-"""Other programs that turn a document into text, within limits of time and output: the loaders of
-the configuration, one command per extension; and parsers of our own in a child process.
+"""Runs other programs that turn a document into text, within limits of time and output: the loaders
+of the configuration, one command per extension; and our own parsers in a child process.
 
-A large parser has no limits of its own; the process has limits of memory and processor time, too.
-A module that is run so calls `serve`.
+A large parser has no limits of its own, so that process also has limits of memory and processor
+time. A module that runs in it calls `serve`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
 TIMEOUT = 120.0
-"""Seconds that one document may take."""
+"""The most seconds for one document."""
 MEMORY = 1 << 30
 """Bytes of address space of a child."""
 
 Child = Callable[[bytes, Callable[[str], object]], str]
-"""Writes the text of a document. Returns why it cannot, as "what: hint", or ""."""
+"""Writes the text of a document. Returns "", or why it cannot, as "what: hint"."""
 
-_REFUSED = 3  # exit code of a child that says why
-_TICK = 0.1  # seconds between two looks at the clock and at Ctrl-C
+_REFUSED = 3  # exit code of a child that gives the reason
+_TICK = 0.1  # seconds between two checks of the clock and of Ctrl-C
 _TAIL = 4096  # bytes of stderr that are read
 _EXAMPLE = 'for example ".odt" = "pandoc -t plain {path}"'
 
@@ -49,7 +49,7 @@ class Output:
 
 
 def command_for(path: str, loaders: Mapping[str, str]) -> str | None:
-    """The command for a file name, by its longest matching extension, any case; or None.
+    """The command for a file name, by its longest matching extension, in any case; or None.
 
     `loaders` maps extensions, with or without their dot, to commands.
     """
@@ -67,7 +67,7 @@ def load(
     timeout: float = TIMEOUT,
     stopped: Callable[[], bool] | None = None,
 ) -> tuple[bytes, str]:
-    """What `command` prints for the file at `path`, and the program's name. It is run without a
+    """The output of `command` for the file at `path`, and the program's name. Runs it without a
     shell.
 
     "{path}" in the command becomes one argument, the absolute path, so that no file name can pass
@@ -105,10 +105,10 @@ def extract(
     timeout: float = TIMEOUT,
     stopped: Callable[[], bool] | None = None,
 ) -> str:
-    """What the child of `module` writes for `data`, at most `limit` bytes; `shown` names the
-    document in errors. Raises UsageError: refused by the child, damaged, too slow, too large; and
-    Interrupted once `stopped()` is true."""
-    # -P: nothing is imported from the directory that the user happens to be in.
+    """The output of the child of `module` for `data`, at most `limit` bytes; `shown` names the
+    document in errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or
+    too large; and Interrupted once `stopped()` is true."""
+    # -P: import nothing from the current directory.
     limits = (str(MEMORY), str(int(timeout) + 1))
     arguments = (sys.executable, "-P", "-m", module, *limits)
     output = run(arguments, data, told=shown, limit=limit, timeout=timeout, stopped=stopped)
@@ -134,8 +134,8 @@ def run(
 ) -> Output:
     """Run a command on `data` as its standard input, within limits of time and output.
 
-    Raises UsageError, which begins with `told`, and Interrupted; the command and all it started
-    have then been killed. What a child of the command prints after it has ended is not waited for.
+    Raises UsageError, which begins with `told`, and Interrupted, after killing the command and all
+    that it started. Does not wait for output of the command's children after the command has ended.
     """
     many = f"{told} gave more than {limit >> 20} MiB of text"
     too_much = UsageError(many, "no supported model can read that much text")
@@ -143,7 +143,7 @@ def run(
         given.write(data)
         given.seek(0)
         try:
-            # In a group of its own, so that its children can be killed with it.
+            # In its own process group, so that its children can be killed with it.
             process = subprocess.Popen(
                 arguments, stdin=given, stdout=out, stderr=err, process_group=0
             )
@@ -165,7 +165,7 @@ def run(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        # The command moved the ends of the files that both have open.
+        # The command moved the shared positions in the files that both have open.
         printed = os.pread(out.fileno(), limit + 1, 0)
         if len(printed) > limit:
             raise too_much
@@ -177,7 +177,7 @@ def run(
 
 
 def _scratch() -> IO[bytes]:
-    """A file in memory, where the system has such: no document is written to a disk there."""
+    """A file in memory, if the system has such files: then no document is written to a disk."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("minikv"), "w+b")
     return TemporaryFile()
@@ -187,12 +187,12 @@ def _scratch() -> IO[bytes]:
 
 
 def attempt(child: Child, data: bytes, write: Callable[[str], object]) -> str:
-    """What `child` returns; an error as such a reason."""
+    """The result of `child`; an error becomes a reason."""
     try:
         return child(data, write)
     except MemoryError:
         return f"needs more than {MEMORY >> 20} MiB to read: extract its text with another program"
-    except Exception as error:  # a parser raises its own errors, and any other on odd files
+    except Exception as error:  # parsers raise all kinds of errors for odd files
         return f"cannot be read ({type(error).__name__}): is the file damaged?"
 
 

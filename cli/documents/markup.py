@@ -1,7 +1,7 @@
-"""HTML and Word files as text.
+"""Converts HTML and Word files to text.
 
-mammoth makes HTML of a Word file, with its headings, lists, tables and notes. So one parser serves
-both, in a child process. Scripts, styles and images are left out; the text of links stays.
+mammoth turns a Word file into HTML, with its headings, lists, tables and notes. So one parser
+serves both, in a child process. Scripts, styles and images are left out; the text of links stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZIP = b"PK\x03\x04"
 _CHARSET = re.compile(rb"<meta[^>]+charset=[\"']?([\w-]+)", re.I)
 
 _PAGE = re.compile(rb"(\xef\xbb\xbf)?(\s|<\?xml[^>]*>|<!--.*?-->)*<(!doctype )?html", re.I | re.S)
-_RAISED = {"sup": "^", "sub": "_"}  # else 1<sup>2</sup> would be 12
+_RAISED = {"sup": "^", "sub": "_"}  # otherwise 1<sup>2</sup> would be 12
 
 _HIDDEN = frozenset("script style template noscript svg iframe object".split())
 _LINES = frozenset(
@@ -30,7 +30,7 @@ _LINES = frozenset(
     "footer form header hr legend main nav option section summary".split()
 )
 _PARAGRAPHS = frozenset("p h1 h2 h3 h4 h5 h6 title blockquote pre ul ol table".split())
-_UNPACKED = 256 << 20  # bytes of a Word file's parts, pictures too
+_UNPACKED = 256 << 20  # bytes of a Word file's parts, pictures included
 _NONE = -1  # as a gap: breaks before the next text do not count
 
 
@@ -40,17 +40,17 @@ def is_word(data: bytes) -> bool:
 
 
 def is_html(data: bytes) -> bool:
-    """Whether data begins as a page does."""
+    """Whether data begins like a page."""
     return _PAGE.match(data[:4096]) is not None
 
 
 def _number(text: str | None) -> int:
-    """Of an attribute; 0 if it is no positive number."""
+    """The number in an attribute; 0 if it is not a positive number."""
     return int(text) if text and re.fullmatch("[0-9]{1,9}", text) else 0
 
 
 def as_utf8(data: bytes) -> bytes:
-    """A page that is no UTF-8, in the encoding that it names; as it is where that fails."""
+    """A page as UTF-8, converted from the encoding that it names; unchanged if that fails."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -76,7 +76,7 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
         html = data.decode("utf-8", "replace")
     page = _Page()
     page.feed(html)
-    page.close()  # what an unfinished tag holds
+    page.close()  # flushes an unfinished tag
     write("".join(page.text))
     return ""
 
@@ -92,7 +92,7 @@ class _Page(HTMLParser):
         self._hidden = self._pre = 0  # how many of these are open
         self._lists: list[int | None] = []  # the last number of each open list
         self._first = True  # whether the next cell is its row's first
-        self._mark = ""  # before the next text, if that is a number or a word
+        self._mark = ""  # to put before the next text, if that is a number or a word
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._hidden += tag in _HIDDEN
@@ -146,7 +146,7 @@ class _Page(HTMLParser):
             self._gap = max(self._gap, wanted)
 
     def _put(self, piece: str, gap: int) -> None:
-        """Add text behind `gap` line ends."""
+        """Add text after `gap` line ends."""
         if self.text:
             if gap > 0:
                 self.text[-1] = self.text[-1].rstrip(" ")

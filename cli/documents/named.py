@@ -1,8 +1,8 @@
-"""What was named as documents: files, directories, patterns and pipes.
+"""Reads the documents that a command names: files, directories, patterns and pipes.
 
-A directory means the documents in it and below it, a pattern those that it matches, in the order
-of their paths. Notes list them, and what was left out. A file that was named itself is read or
-refused.
+A directory means the documents in it and below it, a pattern those that it matches, in the order of
+their paths. Notes list them, and the files that were left out. A file that is named directly is
+read or refused.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 
 
 STDIN = "standard input"
-_PATIENCE = 3.0  # seconds without input on a pipe before we say that we wait for it
+_PATIENCE = 3.0  # seconds without input on a pipe before a line says that minikv waits for it
 
 
 def read_stdin(terminal: Terminal) -> bytes:
-    """What is piped in, at most one byte over the size limit."""
+    """The piped input, at most one byte over the size limit."""
     stream = sys.stdin.buffer
     try:
         mode = os.fstat(stream.fileno()).st_mode
@@ -67,9 +67,9 @@ def read_stdin(terminal: Terminal) -> bytes:
 
 
 class PipedLines:
-    """Each call returns the next line of standard input, without its end, as soon as it is there;
-    the encoding is found as a document's is. Raises EOFError at the end, and UsageError if the
-    first line is no text, or the last one ends within a character of UTF-16 or UTF-32."""
+    """Each call returns the next line of standard input, without its end, as soon as it arrives;
+    the encoding is detected as for a document. Raises EOFError at the end, and UsageError if the
+    first line is not text, or the last one ends within a character of UTF-16 or UTF-32."""
 
     def __init__(self) -> None:
         self._lines: io.TextIOWrapper | None = None
@@ -95,8 +95,8 @@ class PipedLines:
 
 
 def piped_document(terminal: Terminal) -> bytes:
-    """Standard input as a document, for a chat: its questions then come from the terminal. Raises
-    UsageError where there is none."""
+    """Standard input as a document, for a chat whose questions come from the terminal. Raises
+    UsageError if there is no terminal."""
     if sys.stdin.isatty():
         return read_stdin(terminal)
     try:
@@ -116,17 +116,17 @@ def piped_document(terminal: Terminal) -> bytes:
 
 
 MAX_FILES = 1000
-"""Files that one directory or pattern may mean."""
+"""The most files of one directory or pattern."""
 
 MAX_LOOKED = 20_000
-"""Entries that are looked at to find them."""
+"""The most entries that are examined to find them."""
 
 LISTED = 20
-"""Files of a directory that have a line each in its notes."""
+"""The most files of a directory with a line each in its notes."""
 
 _SKIPPED = ("hidden", "binary", "empty", "too large", "linked", "special", "unreadable")
-"""Why a file of a directory is no document: linked is a directory behind a link, special a device,
-pipe or socket."""
+"""Why a file of a directory is not a document: "linked" is a directory behind a link, "special" a
+device, pipe or socket."""
 
 _MAGIC = re.compile(r"[*?\[]")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -134,8 +134,8 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How documents are read, as `read_file` takes it. `remedy` makes the hint on invalid
-    bytes from a path. `reading` is told each file before it is read."""
+    """Reads documents with these arguments of `read_file`. `remedy` makes the hint about invalid
+    bytes from a path. `reading` is called with each file before it is read."""
 
     errors: str = "strict"
     loaders: Mapping[str, str] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Reader:
     reading: Callable[[str], None] = lambda path: None
 
     def file(self, path: str) -> Text:
-        """One file or pipe. Errors as `read_file`'s."""
+        """One file or pipe. Errors as in `read_file`."""
         self.reading(path)
         return read_file(
             path, self.errors, self.loaders, remedy=self.remedy(path), stopped=self.stopped
@@ -154,10 +154,11 @@ class Reader:
 def read(
     names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None = None
 ) -> tuple[list[Text], list[str]]:
-    """All documents that `names` mean, in this order, and what directories and patterns meant, and
-    what was left out of them, in lines. "-" is what `stdin` returns, where that is given.
+    """All documents that `names` mean, in this order, and lines about the files that directories
+    and patterns mean and leave out. "-" means the result of `stdin`, if given.
 
-    Raises UsageError for a name that means nothing, and Interrupted; nothing is then read in part.
+    Raises UsageError for a name that means nothing, and Interrupted; then no documents are
+    returned.
     """
     texts: list[Text] = []
     notes: list[str] = []
@@ -186,8 +187,8 @@ def opened(
     terminal: Terminal,
     stdin: Callable[[], bytes],
 ) -> list[Text]:
-    """The documents that a command was started with; what was left out is said. Errors as
-    `read`'s."""
+    """The documents that a command was started with. Notes about them are shown. Errors as in
+    `read`."""
     reader = Reader(errors, loaders, reading=lambda path: terminal.status(f"reading {path}"))
     try:
         texts, notes = read(names, reader, stdin)
@@ -199,10 +200,11 @@ def opened(
 
 
 def attach(session: ChatSession, texts: Iterable[Text], terminal: Terminal) -> list[Text]:
-    """Put documents before the next question, and say what is to be said of them. Returns those
-    that were put there: a file whose text the chat has already is not.
+    """Put documents before the next question, and show their warnings. Returns those that were put
+    there: a file whose text the chat already has is not.
 
-    The model could not tell two documents of one name apart: the second becomes "report.txt (2)".
+    Because the model could not distinguish two documents with one name, the second becomes
+    "report.txt (2)".
     """
     attached = []
     for text in texts:
@@ -238,8 +240,8 @@ def _no_download(address: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A file of a directory or pattern. `name` is its path from there; `hidden`: it, or a directory
-    that was not looked into, begins with a dot."""
+    """A file of a directory or pattern. name: its relative path. hidden: its name, or that of a
+    directory that was not searched, begins with a dot."""
 
     path: str
     name: str
@@ -290,7 +292,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
-    """Why a file is no document, in a word; "" if it may be one."""
+    """Why a file is not a document, in a word; "" if it may be one."""
     try:
         facts = os.stat(path)
         if stat.S_ISDIR(facts.st_mode):
@@ -312,7 +314,8 @@ def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
 
 
 def _below(folder: str, named: str) -> Iterator[_Entry]:
-    """All files below a directory. A link to a directory is not followed, as it may be a loop."""
+    """All files below a directory. Links to directories are not followed, because they may form a
+    loop."""
     looked = 0
     for at, folders, files in os.walk(folder):
         looked += len(folders) + len(files)
@@ -334,7 +337,7 @@ def _matching(pattern: str, named: str) -> Iterator[_Entry]:
     first = next(i for i, part in enumerate(parts) if _MAGIC.search(part))
     base = os.sep.join(parts[:first]) or (os.sep if first else "")
     if "**" in parts:
-        # glob would follow links, and never come back from two that form loops.
+        # glob would follow links, and never return from two that form loops.
         below = (entry for entry in _below(base or os.curdir, named) if not entry.hidden)
         found = [e for e in below if _fits(e.name.split(os.sep), parts[first:])]
     else:
@@ -349,7 +352,7 @@ def _matching(pattern: str, named: str) -> Iterator[_Entry]:
         where = clean(os.path.abspath(base or os.curdir))
         raise UsageError(
             f"no file matches {clean(named)}",
-            f"it is looked for in {where}" if there else f"there is no directory {where}",
+            f"minikv looked in {where}" if there else f"there is no directory {where}",
         )
     yield from found
 
@@ -364,4 +367,4 @@ def _fits(parts: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 def _too_many(shown: str, what: str) -> UsageError:
-    return UsageError(f"{shown} stands for {what}", "name fewer, for example with 'DIR/*.md'")
+    return UsageError(f"{shown} means {what}", "name fewer, for example with 'DIR/*.md'")

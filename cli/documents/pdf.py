@@ -1,4 +1,4 @@
-"""The text of a PDF, page by page, by pypdf in a child process (`loaders.extract`)."""
+"""Extracts the text of a PDF, page by page, with pypdf in a child process (`loaders.extract`)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ MODULE = "minikv.cli.documents.pdf"
 """What `extract` runs."""
 
 # How the child ends a page on its standard output. A page's mark is followed by the number of its
-# characters in fonts that do not say which letters they have; by nothing, if the page is broken.
+# characters in fonts that do not identify their letters, or by nothing if the page is broken.
 _PAGE, _MARK = "\f", "\0"
 
-_BLANK = b"\xef\xbb\xbf \t\r\n"  # may come before a PDF
-# The bullets that word processors take from a font of signs: for private use, but known.
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # may precede a PDF
+# Bullets of word processors from a symbol font: private-use characters, but known.
 _BULLET = re.compile("^[ \t]*[\uf000-\uf0ff](?=\\s)", re.MULTILINE)
-# What pypdf gives for letters without a name, or whose name says nothing.
+# pypdf's output for letters without a name, or with a meaningless one.
 _SQUARE, _NAMES = "\u25a1", re.compile(r"(?:/[a-zA-Z]{1,3}\d{1,4}){3,}")
 _MAPPED = re.compile(rb"beginbf(char|range)\s*<")
 _EMPTY = re.compile(rb"(<\w+>\s*)<\s*>")
-# The encodings of composite fonts that stand for letters by themselves, and that pypdf knows.
+# The encodings of composite fonts that identify letters by themselves, and that pypdf knows.
 _LETTERS = re.compile(
     r"/(Uni\w+-(UCS2|UTF16)|90ms-RKSJ|GB-EUC|GBpc-EUC|GBK|GBK2K|ETen-B5|ETenms-B5)(-HW)?-[HV]"
 )
-# Words of scripts that set spaces between words, too long to be one.
+# Too long for a word, in scripts that put spaces between words.
 _LONG = re.compile("[A-Za-z\u00c0-\u058f]{26,}")
 
 
 @dataclass(frozen=True, slots=True)
 class Pdf:
-    """The text of a PDF. facts: "12 pages, 38,114 characters". gaps: what is missing on which
-    pages, and what would help; "" where all is well."""
+    """The text of a PDF. facts: "12 pages, 38,114 characters". gaps: which pages lack what, and a
+    remedy; "" if nothing is missing."""
 
     text: str
     facts: str
@@ -64,13 +64,13 @@ def read_pdf(
     At most `limit` bytes of text. Raises UsageError: no reader installed, encrypted, damaged,
     without pages or text, too slow, too large; Interrupted once `stopped()` is true.
     """
-    data = data.lstrip(_BLANK)  # offsets in it count from its mark
+    data = data.lstrip(_BLANK)  # its offsets count from its mark
     text = extract(MODULE, data, shown, limit=limit, timeout=timeout, stopped=stopped)
     return _judge(text, shown)
 
 
 def _judge(text: str, shown: str) -> Pdf:
-    """Pages to one text, with an empty line between them."""
+    """Join pages to one text, with an empty line between them."""
     pages = [page.partition(_MARK) for page in text.split(_PAGE)[:-1]]  # each page ends with it
     if not pages:
         raise UsageError(f"{shown} has no pages", "is the file damaged?")
@@ -103,7 +103,7 @@ def _judge(text: str, shown: str) -> Pdf:
     if odd:
         has = "has" if len(odd) == 1 else "have"
         characters = amount(unread, "character")
-        gaps.append(f"{_listed(odd)} {has} {characters} that cannot be told")
+        gaps.append(f"{_listed(odd)} {has} {characters} that cannot be identified")
     if joined:
         gaps.append(f"words run together on {_listed(joined)}")
     if odd or joined:
@@ -120,15 +120,15 @@ def _way_out() -> str:
 
 
 def _meaningless(text: str) -> int:
-    """How many characters no text has: controls, U+FFFD, those for private use, those that no
-    standard defines, and what stands for letters without a name. Planes of scripts and emoji that
-    still grow are left out."""
+    """How many characters cannot be real text: controls, U+FFFD, private-use and undefined
+    characters, and pypdf's signs for letters without a name. Planes of scripts and emoji that still
+    grow do not count."""
     count = sum(names[0].count("/") for names in _NAMES.finditer(text))
     for sign, times in Counter(text).items():
         kind = unicodedata.category(sign)
         undefined = kind == "Cn" and (sign < "\U0001f000" or ord(sign) & 0xFFFE == 0xFFFE)
         unwritten = kind in ("Cc", "Co") and sign not in "\t\n\r\x85"
-        nameless = sign == _SQUARE and 4 * times > len(text)  # fewer are boxes to tick
+        nameless = sign == _SQUARE and 4 * times > len(text)  # fewer are check boxes
         if undefined or unwritten or nameless or sign == "\ufffd":
             count += times
     return count
@@ -173,7 +173,7 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
                 _fill_in(page.get("/Resources"), set())
                 text = page.extract_text(visitor_text=seen)
                 if not text.strip() and (contents := page.get_contents()) is not None:
-                    contents.get_data()  # a damaged or oversized page passes for an empty one
+                    contents.get_data()  # a damaged or oversized page looks like an empty one
             except MemoryError:
                 raise
             except Exception:  # a damaged page can raise anything
@@ -188,7 +188,7 @@ def child(data: bytes, write: Callable[[str], object]) -> str:
 
 
 def _fill_in(resources: Any, done: set[int]) -> None:
-    """Where a font's table maps a letter to nothing, map it to U+FFFD: pypdf would leave it out."""
+    """If a font's table maps a letter to nothing, map it to U+FFFD, because pypdf would omit it."""
     from pypdf.generic import DecodedStreamObject, NameObject
 
     resources = resources.get_object() if resources is not None else None
@@ -213,7 +213,7 @@ def _parts(resources: Any, kind: str) -> list[Any]:
 
 
 def _coded(font: Any) -> bool:
-    """Whether a font does not say which letters it has: pypdf then gives the numbers of shapes."""
+    """Whether a font does not identify its letters: pypdf then returns the numbers of shapes."""
     unicode, encoding = font.get("/ToUnicode"), font.get("/Encoding")
     if hasattr(unicode, "get_data") and _MAPPED.search(unicode.get_data()):
         return False

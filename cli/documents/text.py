@@ -1,6 +1,6 @@
-"""One document: from a file, a pipe or bytes to text. What cannot be read is always reported.
+"""Reads one document from a file, a pipe or bytes. Anything that cannot be read is reported.
 
-`named` says which files a directory or a pattern means.
+`named` finds the files of a directory or a pattern.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def source_of(path: str) -> Source | None:
-    """A regular file as it is now; None for anything else, and where it cannot be read."""
+    """The present state of a regular file; None for anything else, or if it cannot be read."""
     if os.path.abspath(path).startswith(("/dev/", "/proc/")):
-        return None  # a stream: in the next process this name is another one
+        return None  # a stream, whose name means something else in the next process
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+        # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(handle, "rb") as file:
             facts = os.fstat(handle)
@@ -62,12 +62,12 @@ def _state(source: Source) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return "is no longer there"
     except OSError:
-        return "cannot be read any more"
+        return "can no longer be read"
     if (facts.st_size, facts.st_mtime_ns) == (source.size, source.mtime_ns):
         return ""
     now = source_of(source.path)
     if now is None:
-        return "cannot be read any more"
+        return "can no longer be read"
     return "" if now.sha256 == source.sha256 else "was changed since it was read"
 
 
@@ -94,17 +94,17 @@ _MAGIC = (
 # Control characters that occur in plain text: tab, newlines, form feed, backspace, ESC.
 _TEXT_CONTROLS = frozenset(b"\t\n\r\f\v\b\x1b")
 SAMPLE = 1 << 16
-"""Bytes at the beginning that tell text from binary data."""
+"""Bytes at the beginning that distinguish text from binary data."""
 
 _HTML = (".html", ".htm", ".xhtml")
-_TICK = 100  # milliseconds between two looks at Ctrl-C
+_TICK = 100  # milliseconds between two checks of Ctrl-C
 _NAMELESS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A document's text. `name` is what the model sees; `note` a warning to show, or empty;
-    `facts` what was read, as "12 pages, 38,114 characters"; `source` the file it was read from."""
+    """A document's text. name: the one that the model sees. note: a warning to show, or "". facts:
+    its size, such as "12 pages, 38,114 characters". source: the file that it was read from."""
 
     text: str
     name: str | None
@@ -121,12 +121,12 @@ def read_file(
     remedy: str = REMEDY,
     stopped: Callable[[], bool] | None = None,
 ) -> Text:
-    """The text of a regular file or a pipe: plain, a PDF, a Word file, HTML, or what a loader makes
-    of a file.
+    """The text of a regular file or a pipe: plain, a PDF, a Word file, HTML, or the output of a
+    loader.
 
-    `loaders` maps an extension to a command; it goes before everything else. `remedy` is the hint
-    on invalid bytes; other programs are killed once `stopped()` is true. Raises UsageError with the
-    reason and what to do, and Interrupted.
+    loaders: maps an extension to a command, which takes precedence. remedy: the hint about invalid
+    bytes. Other programs are killed once `stopped()` is true. Raises UsageError with the reason and
+    what to do, and Interrupted.
     """
     shown = clean(path) or "''"
     command = command_for(path, loaders)
@@ -144,7 +144,7 @@ def read_file(
 
 
 def one_line(name: str) -> str | None:
-    """A file name as the model may see it; None if nothing of it is left."""
+    """A file name that the model may see; None if nothing of the name is left."""
     return " ".join(clean(name).split()) or None
 
 
@@ -156,8 +156,8 @@ def read_bytes(
     remedy: str = REMEDY,
     stopped: Callable[[], bool] | None = None,
 ) -> Text:
-    """A nameless document from bytes that are already here. Errors as `read_file`'s; `shown` names
-    it in them, and its ending tells HTML and Word files apart from text."""
+    """A nameless document from bytes. Errors as in `read_file`; `shown` names it in them, and its
+    ending distinguishes HTML and Word files from text."""
     if len(data) > MAX_BYTES:
         raise too_large(shown)
     if is_pdf(data):
@@ -169,7 +169,7 @@ def read_bytes(
         kind, note = "a Word file", ""
     elif ending == ".docx":
         refuse_binary(data, shown)
-        raise UsageError(f"{shown} is no Word file", "is it damaged, or of another kind?")
+        raise UsageError(f"{shown} is not a Word file", "is it damaged, or of another kind?")
     else:
         if markup.is_html(data) or ending in _HTML:
             kind, data = "HTML", markup.as_utf8(data)
@@ -185,10 +185,10 @@ def read_bytes(
 def _content(
     path: str, shown: str, stopped: Callable[[], bool] | None, *, check_only: bool
 ) -> bytes | None:
-    """What a regular file or a pipe holds, at most one byte over the limit. With `check_only`, None
-    for a regular file that can be opened. Raises UsageError, Interrupted."""
+    """The content of a regular file or a pipe, at most one byte over the limit. With `check_only`,
+    None for a regular file that can be opened. Raises UsageError, Interrupted."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer for ever.
+        # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         raise UsageError(f"no such file: {shown}", _nearest(path)) from None
@@ -216,7 +216,7 @@ def _content(
 
 
 def _drained(handle: int, shown: str, stopped: Callable[[], bool] | None) -> bytes:
-    """What comes through a pipe until its last writer closes it. Waits for a first writer."""
+    """The content of a pipe until its last writer closes it. Waits for a first writer."""
     poll, data = select.poll(), bytearray()
     poll.register(handle, select.POLLIN)
     while len(data) <= MAX_BYTES:
@@ -235,7 +235,7 @@ def _drained(handle: int, shown: str, stopped: Callable[[], bool] | None) -> byt
 
 
 def _nearest(path: str) -> str:
-    """A hint at the file that was meant."""
+    """A hint about the file that was probably meant."""
     folder, name = os.path.split(path)
     try:
         near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.6)
@@ -243,7 +243,7 @@ def _nearest(path: str) -> str:
         return f"there is no directory {clean(folder)}"
     if near:
         return f"did you mean {clean(os.path.join(folder, near[0]))}?"
-    return f"it is looked for in {clean(os.path.abspath(folder))}"
+    return f"minikv looked in {clean(os.path.abspath(folder))}"
 
 
 def decode(
@@ -251,9 +251,9 @@ def decode(
 ) -> tuple[str, str]:
     """Bytes to text and a warning ("" if none): UTF-8 strictly, or UTF-16/32 by their marks.
 
-    Raises UsageError for what is too large, binary, a PDF, empty or, with errors="strict", not
-    valid in its encoding (`remedy` is then the hint); "replace" puts U+FFFD there and says how
-    often.
+    Raises UsageError for data that is too large, binary, a PDF, empty or, with errors="strict", not
+    valid in its encoding (`remedy` is then the hint); "replace" puts U+FFFD there, and the warning
+    says how often.
     """
     if len(data) > MAX_BYTES:
         raise too_large(name)
@@ -265,13 +265,13 @@ def decode(
     except UnicodeDecodeError as error:
         label = encoding.removesuffix("-sig").upper()
         if errors == "strict":
-            # The UTF-8 codec with a mark counts from behind the mark.
+            # The UTF-8 codec with a mark counts from the end of the mark.
             marked = encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8)
             at = error.start + 3 * marked
             what = f"{name} is not valid {label}: byte {at:,} (0x{data[at]:02x})"
             raise UsageError(what, remedy) from None
         text = data.decode(encoding, "replace")
-        # What was U+FFFD in the file itself is not counted.
+        # U+FFFD in the file itself does not count.
         count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
         were = "sequence was" if count == 1 else "sequences were"
         note = f"{name}: {count:,} invalid {label} {were} read as U+FFFD"
@@ -281,8 +281,9 @@ def decode(
 
 
 def encoding_of(data: bytes) -> str:
-    """UTF-16 or UTF-32 if data begins with a mark of theirs, else UTF-8, with a mark or without."""
-    # UTF-32's little-endian mark begins with UTF-16's, so it is looked for first.
+    """UTF-16 or UTF-32 if data begins with one of their marks, otherwise UTF-8, with a mark or
+    without."""
+    # UTF-32's little-endian mark begins with UTF-16's, so it is tested first.
     if data.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
         return "utf-32"
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -291,8 +292,8 @@ def encoding_of(data: bytes) -> str:
 
 
 def refuse_binary(data: bytes, name: str) -> None:
-    """Raise UsageError for what begins as a file that is no text: by its mark, or with too many
-    control characters. A stray NUL is data and passes."""
+    """Raise UsageError for data that is not text, according to its beginning: a known mark, or too
+    many control characters. A stray NUL is accepted."""
     if is_pdf(data):
         raise UsageError(f"{name} is a PDF, not text", "name it as a file")
     for magic, what, hint in _MAGIC:
@@ -304,8 +305,8 @@ def refuse_binary(data: bytes, name: str) -> None:
     try:
         sample.decode()
     except UnicodeDecodeError as error:
-        if error.start < len(sample) - 3:  # else a character that the end of the sample cuts in two
-            # Text in another encoding has next to no control characters; random bytes have 10 %.
+        if error.start < len(sample) - 3:  # otherwise the end of the sample splits a character
+            # Text in another encoding has almost no control characters; random bytes have 10 %.
             share = 0.02
     controls = sum(1 for byte in sample if byte < 32 and byte not in _TEXT_CONTROLS)
     if controls > share * len(sample):
@@ -315,7 +316,7 @@ def refuse_binary(data: bytes, name: str) -> None:
 
 
 def is_binary(data: bytes) -> bool:
-    """Whether a file that begins like this holds no text that could be read."""
+    """Whether a file that begins like this contains no readable text."""
     try:
         if not is_pdf(data):
             refuse_binary(data, "")
@@ -325,7 +326,7 @@ def is_binary(data: bytes) -> bool:
 
 
 def too_large(name: str) -> UsageError:
-    """What is raised for more than `MAX_BYTES`."""
+    """The error for more than `MAX_BYTES`."""
     return UsageError(
         f"{name} is larger than {MAX_BYTES >> 20} MiB", "no supported model can read that much text"
     )

@@ -176,7 +176,7 @@ def test_offline_asks_nobody(quick: None, monkeypatch: pytest.MonkeyPatch) -> No
 
     hub(monkeypatch, SECRET, forbidden)
     check = examination.hub(offline=True)
-    assert (check.state, check.detail.split(";")[0]) == (OK, "not asked: offline")
+    assert (check.state, check.detail.split(";")[0]) == (OK, "not contacted: offline")
 
 
 def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,9 +204,9 @@ def test_ask_goes_on_in_a_saved_chat(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--chat", "mine", "--continue"), "--continue is the chat of the last ask"),
+        (("--chat", "mine", "--continue"), "--continue means the chat of the last ask"),
         (("-c",), "there is no ask to continue"),
-        (("-c", "--remember", "off"), "with --remember off no ask is kept"),
+        (("-c", "--remember", "off"), "with --remember off no ask is saved"),
         (("--chat", "nosuch"), "no saved chat 'nosuch'"),
         (("--chat", ""), "cannot be the name of a chat"),
         (("--chat", "../mine"), "cannot be the name of a chat"),

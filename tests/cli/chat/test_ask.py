@@ -246,7 +246,7 @@ def test_json_has_the_answer_and_the_turn_record(world: World, document: str) ->
         ([""], "no such file: ''"),
         (["nothing/*.txt"], "no file matches nothing/*.txt"),
         (["https://x.org/a"], "curl -sL https://x.org/a | minikv ask"),
-        (["cli.text"], "it is looked for in /"),
+        (["cli.text"], "minikv looked in /"),
         ([str(HERE.with_name("test_as.py"))], f"did you mean {HERE}?"),
         (["/nowhere/x"], "there is no directory /nowhere"),
         (["--budget", "9" * 20], "more than any memory holds"),

@@ -283,7 +283,7 @@ def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -
     world.max_context = 120
     result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
     assert result.exit_code == 5
-    assert "/drop NUMBER takes one out" in result.stderr
+    assert "/drop NUMBER removes one" in result.stderr
     assert result.stdout == answer_of(TEXT, "short?") + "\n"
 
 

@@ -103,7 +103,7 @@ NESTED = "".join(f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in pairwise("abcdef
 DAMAGED = "is the file damaged?"
 REFUSED = {
     "cut short": (lambda: docx("x")[:-60], "cannot be read (BadZipFile)", DAMAGED),
-    "no zip": (lambda: b"hello", "is no Word file", "is it damaged, or of another kind?"),
+    "no zip": (lambda: b"hello", "is not a Word file", "is it damaged, or of another kind?"),
     "old": (lambda: b"\xd0\xcf\x11\xe0" + bytes(99), "is an Office file of the old", "save it as"),
     "no XML": (lambda: docx("<w:p>"), "cannot be read (ExpatError)", DAMAGED),
     "zip bomb": (bomb, "unpacks to 300 MiB", "extract its text with another program"),

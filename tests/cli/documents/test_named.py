@@ -119,9 +119,9 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("named", "message", "hint"),
     [
-        ("*.none", "no file matches *.none", "it is looked for in "),
+        ("*.none", "no file matches *.none", "minikv looked in "),
         ("nothing/*.txt", "no file matches nothing/*.txt", "there is no directory "),
-        ("**/*.none", "no file matches **/*.none", "it is looked for in "),
+        ("**/*.none", "no file matches **/*.none", "minikv looked in "),
         ("folder*", "no file matches folder*", ""),
         ("folder", "no text in folder: it is empty", ""),
         ("other", "no text in other: all of it was skipped: 1 hidden (.hidden), 1 binary (x)", ""),
@@ -164,11 +164,11 @@ def test_too_many_files_are_refused_and_not_cut(
     assert read([str(tmp_path)], Reader())[1][2:] == ["  2: 1 characters", "  and 1 more"]
     tree(tmp_path, "4")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="stands for more than 3 files"):
+        with pytest.raises(UsageError, match="means more than 3 files"):
             names(named)
     tree(tmp_path, "5", "6")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="stands for more than 5 files"):
+        with pytest.raises(UsageError, match="means more than 5 files"):
             names(named)
 
 

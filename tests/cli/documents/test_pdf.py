@@ -174,7 +174,7 @@ SHAPES = (
     b"<< /Type /Font /Subtype /Type3 /FontBBox [0 0 9 9] /FontMatrix [1 0 0 1 0 0] /CharProcs << >>"
     b"/FirstChar 97 /LastChar 99 /Widths [9 9 9] /Encoding << /Differences [97 %s] >> >>"
 )
-ODD = "that cannot be told"
+ODD = "that cannot be identified"
 
 
 @pytest.mark.parametrize(

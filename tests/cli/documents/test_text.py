@@ -211,7 +211,7 @@ def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None
     ]
     path.unlink()
     path.mkdir()
-    assert "cannot be read any more" in changes([document])[0]
+    assert "can no longer be read" in changes([document])[0]
     path.rmdir()
     assert "is no longer there" in changes([document])[0]
 
