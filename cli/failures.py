@@ -1,5 +1,6 @@
-"""Errors become one line, a hint and an exit code; a traceback only with --debug. Ctrl-C and
-SIGTERM become flags: an exception in the middle of a layer would leave the cache inconsistent.
+"""Turns errors into one line, a hint and an exit code, with a traceback only under --debug. Turns
+Ctrl-C and SIGTERM into flags, because an exception in the middle of a layer would leave the cache
+inconsistent.
 
 0 ok · 1 run-time or internal error · 2 usage · 3 model unavailable or unsupported · 4 out of memory
 · 5 does not fit the context · 6 corrupt or unsafe model file · 130 interrupted
@@ -26,15 +27,15 @@ from minikv.cli.settings.values import worded
 from minikv.errors import Interrupted, MinikvError
 
 TWICE = 2.0
-"""Seconds within which a second Ctrl-C leaves at once."""
+"""Seconds within which a second Ctrl-C exits at once."""
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGHUP came. Like KeyboardInterrupt, only the end of the program catches it."""
+    """SIGTERM or SIGHUP arrived. Like KeyboardInterrupt, only the end of the program catches it."""
 
 
 class Interrupts:
-    """Counts Ctrl-C presses; shared between answers and the prompt line. `ended`: SIGTERM came."""
+    """Counts Ctrl-C presses; shared between answers and the prompt line. ended: SIGTERM arrived."""
 
     def __init__(self) -> None:
         self._last = float("-inf")
@@ -48,11 +49,11 @@ class Interrupts:
         return new
 
     def forget(self) -> None:
-        """Forget every earlier Ctrl-C: the next one is a first one."""
+        """Forget every earlier Ctrl-C, so that the next one counts as the first."""
         self._last = self._noticed = float("-inf")
 
     def again(self) -> bool:
-        """Note a Ctrl-C now; True if the one before was less than two seconds ago."""
+        """Note a Ctrl-C now; True if the previous one was less than two seconds ago."""
         now = monotonic()
         twice = now - self._last < TWICE
         self._last = now
@@ -62,8 +63,9 @@ class Interrupts:
     def stopping(
         self, cancel: Callable[[], None], end: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """Inside, the first Ctrl-C calls `cancel`, a second raises KeyboardInterrupt. SIGTERM calls
-        `end` (if it is another one) and raises Terminated when all is done, a second one at once.
+        """A context in which the first Ctrl-C calls `cancel`, and a second raises
+        KeyboardInterrupt. SIGTERM calls `end` (or `cancel`) and raises Terminated when the work is
+        done, a second SIGTERM at once.
         """
 
         def handle(signum: int, frame: FrameType | None) -> None:
@@ -88,15 +90,15 @@ class Interrupts:
 
 
 def ends() -> tuple[int, ...]:
-    """The signals that end the program: SIGTERM, and SIGHUP of a terminal that was closed, unless
-    the program is to outlive it (nohup)."""
+    """The signals that end the program: SIGTERM, and the SIGHUP of a closed terminal, unless the
+    program should outlive it (nohup)."""
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         return (signal.SIGTERM,)
     return signal.SIGTERM, signal.SIGHUP
 
 
 def ending() -> AbstractContextManager[None]:
-    """Inside, SIGTERM raises Terminated, so that what was begun is put in order."""
+    """A context in which SIGTERM raises Terminated, so that the program can clean up."""
 
     def end(signum: int, frame: FrameType | None) -> None:
         raise Terminated
@@ -110,7 +112,7 @@ _NO_MEMORY = (
     "not enough memory",
     "out of memory",
     "could not create a primitive",  # oneDNN
-    "can't start new thread",  # Python, which has no room for the stack
+    "can't start new thread",  # Python, without room for the stack
 )
 
 
@@ -139,7 +141,7 @@ def explain(error: Exception, *, chat: bool = False) -> Failure:
             ),
             4,
         )
-    # Late: this package brings torch, which an error before the model is loaded does not need.
+    # Late: this package imports torch, which an error before the model is loaded does not need.
     from minikv.models.errors import ModelError
 
     if isinstance(error, ModelError):
@@ -159,13 +161,13 @@ def explain(error: Exception, *, chat: bool = False) -> Failure:
 
 
 def _is_memory(error: Exception) -> bool:
-    """Whether there was too little memory, whoever says so."""
+    """Whether memory was short, whatever raised the error."""
     text = str(error).lower()
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or (isinstance(error, RuntimeError) and any(words in text for words in _NO_MEMORY))
-        # The loader of a library, which says nothing more.
+        # The loader of a library, whose message says no more.
         or (isinstance(error, ImportError) and "failed to map segment" in text)
     )
 
@@ -177,7 +179,7 @@ def guard(terminal: Terminal, *, debug: bool) -> Iterator[None]:
         with ending():
             yield
     except BrokenPipeError:
-        # The reader has seen enough (`| head`): not an error.
+        # The reader has seen enough (`| head`), which is not an error.
         hush()
         raise typer.Exit(0) from None
     except KeyboardInterrupt:

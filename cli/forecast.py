@@ -1,7 +1,8 @@
-"""The figures of `minikv plan`: the memory that a document will need, from config.json alone.
+"""Computes the figures of `minikv plan`: the memory that a document will need, from config.json
+alone.
 
-The figures for the cache are those of `minikv.cache.plan.peak`, and what the network itself needs
-is `minikv.loader.workspace`: a chat decides with both what `--budget auto` keeps.
+The memory of the cache comes from `minikv.cache.plan.peak`, that of the network from
+`minikv.loader.workspace`. A chat uses the same functions for `--budget auto`.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ class Row:
     rows: the budget in tokens per head. reading: the most at once while the prompt is read.
     writing: the most while the answer is written. held: the tokens held at the end of the answer,
     with the state of the policy. fits: with an eighth of the free memory to spare; None if that is
-    not known. error: why there are no figures. suffices: False if `error` is that too few positions
-    are left for what the policy reads beside the document. again: tokens that are read once more
-    before anything is evicted; ram, file: what is held there for that.
+    not known. error: why there are no figures. suffices: False if `error` says that too few
+    positions are left for the texts that the policy reads in addition to the document. again:
+    tokens that are read once more before anything is evicted; ram, file: the bytes held there for
+    that.
     """
 
     policy: str
@@ -53,7 +55,7 @@ class Row:
 
     @property
     def label(self) -> str:
-        """The policy and its stride, as the user types them after --policy."""
+        """The policy and its stride, as typed after --policy."""
         return f"{self.policy} --stride {self.stride}" if self.stride else self.policy
 
 
@@ -62,11 +64,11 @@ class Forecast:
     """A model, a prompt of `tokens` tokens and an answer of `answer`. Bytes.
 
     token_bytes, full: of a cache without eviction, as in the turn record. kept: the format of the
-    matrices, as --weights has it, or plain. workspace: an estimate of what the network needs at
-    once beside weights and cache. loading: the most that loading the weights holds at once. disk:
-    of packed weights that the first start keeps. tier, tier_int8: of all that was read, by
-    --tier-dtype, which a later question reads; 0 if nothing is evicted that could be recalled.
-    remembered: of the prompt, on disk for later chats.
+    matrices: a value of --weights, or plain. workspace: an estimate of the network's memory in
+    addition to weights and cache. loading: the most that loading the weights takes at once. disk:
+    of packed weights that the first start stores. tier, tier_int8: the tier for a later question,
+    by --tier-dtype; 0 if nothing is evicted that could be recalled. remembered: the prompt on disk,
+    for later chats.
     """
 
     model: str
@@ -108,7 +110,7 @@ class Suggestion:
 
 
 class Planner:
-    """A model under some settings on a machine, none of whose weights need to be here."""
+    """Plans for a model under some settings on a machine. The weights need not be here."""
 
     def __init__(
         self, settings: Settings, memory: int | None = None, folder: Path | None = None
@@ -152,19 +154,19 @@ class Planner:
         self.machine = Machine(shape, self.dtype, cached, self.work, beside, self.gpu, ops)
 
     def work(self, tokens: int, *, foresees: bool = False) -> int:
-        """Bytes that the network needs to read so many tokens."""
+        """Bytes that the network needs to read `tokens` tokens."""
         from minikv.loader import workspace
 
         how = {"cuda": self.gpu, "packed": self.packed, "foresees": foresees}
         return workspace(self.config, tokens, self.dtype.itemsize, **how)
 
     def row(self, name: str, stride: int, tokens: int, answer: int) -> Row:
-        """The figures of a policy and stride under the other settings. An error, of the settings or
-        of what they plan, is a row without figures."""
+        """The figures of a policy and stride under the other settings. An error in the settings or
+        in the plan gives a row without figures."""
         from minikv.cache.plan import PassCost, held_after, peak
         from minikv.chat.fitting import too_much, usable
 
-        try:  # the policy may not go with the other settings
+        try:  # the policy may not fit the other settings
             choice = replace(self.settings, policy=name, stride=stride).eviction()
         except UsageError as error:
             return Row(name, "", stride, error=worded(f"{error}; {error.hint}"))
@@ -208,8 +210,8 @@ class Planner:
     def forecast(
         self, tokens: int, cases: Sequence[tuple[str, int]], answer: int = 512
     ) -> Forecast:
-        """The figures. cases: policies, each with its stride. An answer is no longer than the
-        positions that the document leaves."""
+        """The figures. cases: policies, each with its stride. An answer is at most as long as the
+        document leaves positions."""
         import torch
 
         from minikv.cache.stats import full_cache_bytes
@@ -219,7 +221,7 @@ class Planner:
         answer = min(answer, max(1, self.config.max_context - tokens))
         rows = [self.row(*case, tokens, answer) for case in cases]
         same, int8 = (tokens * row_nbytes(self.shape, self.dtype, coded) for coded in (False, True))
-        # A cache from a second pass serves all questions: nothing is recalled.
+        # A cache from a second pass serves all questions, so nothing is recalled.
         recalls = any(row.rows is not None and not (row.error or row.again) for row in rows)
         remembers = self.settings.remember != "off" and tokens >= LEAST
         form = self.settings.weights
@@ -252,10 +254,10 @@ class Planner:
         )
 
     def suggest(self, made: Forecast, policy: str) -> Suggestion | None:
-        """Flags with which the document of a forecast fits, with `policy` or, if that does not,
-        `_BLOCKS`; weights that take less memory only if both do not, the most exact first.
-        `--budget auto` finds the largest budget. None if free memory is not known, if the model's
-        context is too short, or if no forecast is possible."""
+        """Flags with which the document of a forecast fits: with `policy`, or else with `_BLOCKS`,
+        or, if neither fits, with smaller weights, the most exact first. `--budget auto` finds the
+        largest budget. None if free memory is not known, if the model's context is too short, or if
+        no forecast is possible."""
         from minikv.models.errors import UnusableSetting
 
         if made.free is None or not made.suffices:
@@ -265,7 +267,7 @@ class Planner:
         tries: list[tuple[Settings, Row]] = []
         for form in forms if self.settings.weights == "auto" else (self.settings.weights,):
             one = replace(self.settings, weights=form, budget="auto")
-            try:  # the device may not go with the weights
+            try:  # the device may not support the weights
                 planner = Planner(one, self.memory, self.folder)
             except UnusableSetting:
                 continue
@@ -299,7 +301,8 @@ def _flags(settings: Settings) -> str:
 
 
 def config_folder(settings: Settings) -> Path:
-    """Where config.json is: the directory, the hub's cache, or fetched alone. Raises ModelError."""
+    """The folder with config.json: the directory or the hub's cache, into which only this file is
+    downloaded if necessary. Raises ModelError."""
     from minikv.models import BUNDLED
     from minikv.models.hub import configuration
 
@@ -321,8 +324,8 @@ def _device(name: str, *, here: bool) -> torch.device:
 
 
 def _stored(folder: Path, form: str, notes: list[str]) -> torch.dtype | None:
-    """The number format of the files, from the configuration: the weights may not be here yet. None
-    if they are quantised, in `form`."""
+    """The number format of the files according to the configuration, because the weights may not be
+    here yet. None if they are quantised, in `form`."""
     import torch
 
     from minikv.models.checkpoint import DTYPES

@@ -93,8 +93,7 @@ _GONE = {
     "eval --map": "the table of the task needle shows scores by depth and length",
     "eval --truncate": "records that are too long are skipped and counted",
 }
-"""Commands of earlier versions, and what else a command no longer takes, with what to use
-instead."""
+"""Commands and flags of earlier versions, with what to use instead."""
 
 
 def _later(place: str) -> Callable[[], typer.Typer]:
@@ -121,12 +120,12 @@ def run() -> None:
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
         message = _told(error.format_message())
-        if message:  # a command without the name of one below it has shown its help
+        if message:  # a command without a subcommand has shown its help
             Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code
     except typer.Abort:
         code = 130
-    except OSError as error:  # from typer's own output, as of --help: ours is guarded
+    except OSError as error:  # from typer's own output, such as --help: ours is guarded
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1
@@ -136,7 +135,7 @@ def run() -> None:
 
 
 def _told(message: str) -> str:
-    """A message of typer; for a flag or command of earlier versions, what to use instead."""
+    """A message of typer, or, for a flag or command of earlier versions, what to use instead."""
     unknown = re.match(
         r"(?:No such (?:option: |command ')|Invalid value for .*?: Value error, ')([\w-]+)", message
     )
@@ -166,8 +165,8 @@ def _exit_if_threads_remain(code: int) -> None:
 
 
 def _resume_alone(arguments: list[str]) -> list[str]:
-    """Options with an optional value: --resume without a name is the newest chat, and --json of
-    bench without a file is standard output."""
+    """Handle options with an optional value: --resume without a name is the newest chat, and
+    bench's --json without a file is standard output."""
     alone, kinds = {"--resume": "--resume="}, tuple[str, ...]()
     if arguments[:1] == ["bench"]:
         alone["--json"], kinds = "--json=-", ("decode", "prefill", "all")

@@ -1,5 +1,5 @@
-"""What `minikv eval` and `minikv bench` share: what is compared, a line of progress, and JSON that
-keeps what a stopped run has measured."""
+"""The common parts of `minikv eval` and `minikv bench`: the compared policies, a line of progress,
+and JSON that keeps the results of a stopped run."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def choices(
     stride: int = 0,
     options: Mapping[str, object] | None = None,
 ) -> list[EvictionConfig]:
-    """The full cache, then every policy with every decode policy and budget, of lists with commas.
+    """The full cache, then every policy with every decode policy and budget, from lists with
+    commas.
 
-    An option goes to each policy that has it. Raises UsageError, also for one that none has, for
-    options that contradict each other and for fewer tokens per head than the policies need.
+    An option goes to each policy that has it. Raises UsageError, for example for an option that no
+    policy has, for options that contradict each other, and for fewer tokens per head than the
+    policies need.
     """
     given, known = dict(options or {}), set()
     wanted = [EvictionConfig.read("full", "none")]
@@ -53,7 +55,7 @@ def choices(
                 f"they take: {', '.join(sorted(known)) or 'no options'}",
             )
     for eviction in wanted:
-        least = eviction.least_rows()  # also refuses what contradicts itself
+        least = eviction.least_rows()  # also refuses contradictory options
         if eviction.evicts and eviction.budget.unit == "rows" and eviction.budget.value < least:
             raise UsageError(
                 f"budget {eviction.budget} is too small for {eviction.pair}",
@@ -74,7 +76,7 @@ def lengths(text: str) -> tuple[int, ...]:
 
 class Results:
     """The `record` of a run, which becomes one JSON object in `target`: a file, `STDOUT` or None.
-    Tables go to stdout, unless the object does."""
+    Tables go to stdout, unless the object goes there."""
 
     def __init__(self, terminal: Terminal, target: str | None, record: Mapping[str, Any]) -> None:
         """Raises UsageError for a file that cannot be written."""
@@ -87,7 +89,7 @@ class Results:
         self._live, self._whole = Live(terminal, "", "parts"), ""
 
     def progress(self, what: str, done: int, total: int) -> None:
-        """Before piece `done` of `total`; `what` begins with the name of the whole."""
+        """Call before piece `done` of `total`; `what` begins with the name of the whole."""
         if self._whole != (whole := what.partition(":")[0]):
             self._whole = whole
             self._live.restart(what)
@@ -95,7 +97,7 @@ class Results:
         self._live(done, total)
 
     def note(self, text: str) -> None:
-        """A line for the user, once."""
+        """Show a line to the user, once."""
         if text not in self.record["notes"]:
             self.record["notes"].append(text)
             self.terminal.warn(text)
@@ -107,8 +109,8 @@ class Results:
             self.terminal.data(text + "\n")
 
     def write(self, *, last: bool = False) -> None:
-        """Write the file; a run that is killed later loses nothing. last: this is the end, when
-        stdout gets the object, too. Raises UsageError."""
+        """Write the file, so that a run that is killed later loses nothing. last: this is the end,
+        so stdout may get the object too. Raises UsageError."""
         if self.target == STDOUT:
             if last:
                 self.terminal.data(json.dumps(self.record))

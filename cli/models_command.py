@@ -1,5 +1,5 @@
-"""`minikv models`: the bundled model, those in the Hugging Face cache, and packed weights; pull and
-remove."""
+"""`minikv models`: lists the bundled model, those in the Hugging Face cache, and packed weights;
+downloads and removes them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from minikv.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model on this disk. `state`: "ready", or what keeps it from being loaded. `bytes`: of its
-    files, `packed`: of its packed weights. form: of quantised weights; "" if they are plain."""
+    """A model on this disk. state: "ready", or why it cannot be loaded. bytes: of its files.
+    packed: bytes of its packed weights. form: that of quantised weights; "" if they are plain."""
 
     name: str
     bytes: int
@@ -89,10 +89,10 @@ def pull(
     name: Annotated[str, typer.Argument(help="a hub id, as owner/name, or an alias")],
     settings: Annotated[Settings, Only("revision")],
 ) -> None:
-    """Download what minikv reads of a model, and print its folder."""
+    """Download the files of a model that minikv reads, and print its folder."""
     terminal, name = call.terminal, call.config.model(name) or name
     if name == BUNDLED:
-        raise UsageError("the bundled model is a part of minikv", "it is there already")
+        raise UsageError("the bundled model is a part of minikv", "it need not be downloaded")
     if Path(name).expanduser().exists():
         raise UsageError(f"{name!r} is here already", f"minikv chat -m {name}")
     from minikv.models.hub import resolve
@@ -113,17 +113,17 @@ def pull(
 def remove(
     call: Call, names: Annotated[list[str], typer.Argument(metavar="NAME...")], yes: Yes = False
 ) -> None:
-    """Remove models from the Hugging Face cache, and their packed weights. Of a model in a folder
-    of your own, the packed weights only."""
+    """Remove models from the Hugging Face cache, and their packed weights. For a model in your own
+    folder, only the packed weights."""
     terminal, names = call.terminal, list(dict.fromkeys(names))
-    here: dict[str, tuple[Path, int]] = {}  # what removes it, and its bytes
+    here: dict[str, tuple[Path, int]] = {}  # the path to remove, and its bytes
     for repo in _cached():
         here[repo.repo_id] = repo.repo_path, repo.size_on_disk
         here |= {one.name: (Path(one.folder), one.bytes) for one in _ggufs(repo)}
     kept = {
         name: [
             one for one in packed_files.of_model(name) if name not in here or one.model == name
-        ]  # not those of a directory with the same name as a model of the cache
+        ]  # not those of a directory with the same name as a model in the cache
         for name in names
     }
     for name in names:
@@ -177,8 +177,8 @@ def _remove_file(link: Path) -> None:
 
 
 def _with_packed(models: Sequence[Model]) -> list[Model]:
-    """The models with the size of their packed weights, and a line for each other model that has
-    some."""
+    """The models with the size of their packed weights, and an entry for each other model with
+    packed weights."""
     kept: dict[str, list[PackedFile]] = {}
     for one in packed_files.listed():
         kept.setdefault(one.model or one.path.name, []).append(one)
@@ -208,13 +208,13 @@ def _cached() -> list[Any]:
 
     try:
         info = scan_cache_dir(_cache())
-    except (CacheNotFound, ValueError):  # none yet, or a file in its place
+    except (CacheNotFound, ValueError):  # no cache yet, or a file instead of a folder
         return []
     return [repo for repo in info.repos if repo.repo_type == "model"]
 
 
 def _model(repo: Any) -> Model:
-    """A model of the cache; the revision that is loaded by default says whether it can be."""
+    """A model of the cache; its state is that of the default revision."""
     loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
     folder = repo.repo_path if loaded is None else loaded.snapshot_path
     form, state = _read(folder)
@@ -222,8 +222,8 @@ def _model(repo: Any) -> Model:
 
 
 def _ggufs(repo: Any) -> list[Model]:
-    """The GGUF files of a model of the cache, by the names with which they are loaded; none if it
-    has files of another kind."""
+    """The GGUF files of a model of the cache, by the names for -m; none if it has files of another
+    kind."""
     from minikv.models.files import CONFIGS, is_gguf
 
     loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)

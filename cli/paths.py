@@ -1,7 +1,7 @@
 """Where a user's files are: under $MINIKV_HOME, else in the XDG directories. How they are opened
 and written: for the user alone, and no link is followed.
 
-The XDG directories are used on macOS, too, because minikv has always kept its files there.
+They are used on macOS too, because minikv has always kept its files there.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ def chats_folder() -> Path:
 
 
 def history_file() -> Path:
-    """What was typed in chats. Raises UsageError if there is no home directory."""
+    """The history of messages typed in chats. Raises UsageError if there is no home directory."""
     return _own("history") or _under("user_state_path") / "history"
 
 
 def cache_folder() -> Path:
-    """What may be deleted at any time. Raises UsageError if there is no home directory."""
+    """The directory of files that may be deleted at any time. Raises UsageError if there is no home
+    directory."""
     return _own("cache") or _under("user_cache_path")
 
 

@@ -32,12 +32,12 @@ _CASES = (
     ("roco", 32),
 )
 _OVERVIEW = (("full", 0), (DEFAULT_PROMPT, 0), ("roco", 32))
-"""The cases of a plan for several lengths."""
+"""The policies and strides of a plan for several lengths."""
 
 _LENGTHS = (4000, 16_000)
-"""Tokens that a plan without --tokens is for, beside the model's whole context."""
+"""The lengths of a plan without --tokens, in addition to the model's whole context."""
 
-_NARROW = 74  # columns below which a row of the table becomes a sentence
+_NARROW = 74  # on a narrower screen, a row of the table becomes a sentence
 
 
 @alone
@@ -81,7 +81,7 @@ def plan(
         raise UsageError(f"{quoted(memory)} is not a size", "for example --memory 24GiB")
     count = read_count(tokens, "--tokens") if tokens else _LENGTHS[0]
     cases = [(name.strip(), settings.stride) for name in settings.policy.split(",") if name.strip()]
-    for name, _ in cases:  # one that the user named is refused, not shown with its error
+    for name, _ in cases:  # a policy that the user named is refused, not shown with its error
         replace(settings, policy=name).eviction()
     if not cases:
         own = _CASES if tokens else _OVERVIEW
@@ -124,8 +124,8 @@ def plan(
 def shown(
     made: Sequence[Forecast], suggestions: Sequence[Suggestion], width: int, *, whole: bool
 ) -> str:
-    """The forecasts of one model for people, in lines of at most `width` characters where words
-    allow. `whole`: the last is for all that the model can read."""
+    """The forecasts of one model as text, in lines of at most `width` characters if the words allow
+    it. whole: the last one is for all that the model can read."""
     one, several, width = made[0], len(made) > 1, max(width, 20)
     lines = []
     for name, text in _facts(made, whole=whole):
@@ -151,7 +151,7 @@ def shown(
 
 
 def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]]:
-    """(name, text) of the model, the machine, and what all policies share."""
+    """(name, text) about the model, the machine, and facts that all policies share."""
     one = made[0]
 
     def each(text: Callable[[Forecast], str]) -> str:
@@ -194,7 +194,7 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
 
 
 def _advice(hint: Suggestion, model: str) -> str:
-    """What to type, or that nothing helps."""
+    """The command to type, or that nothing helps."""
     from minikv.chat.fitting import fit_words
 
     needs = f"needs {size(hint.needs)} of {size(hint.free)}"
@@ -210,8 +210,8 @@ def _advice(hint: Suggestion, model: str) -> str:
 
 
 def _table(made: Forecast, width: int) -> list[str]:
-    """A line for each policy; where columns do not fit, a sentence."""
-    # Where --budget auto evicts nothing, every policy is as full.
+    """A line for each policy, or a sentence if columns do not fit."""
+    # If --budget auto evicts nothing, every policy is like full.
     rows = [row for row in made.rows if row.error or row.rows or row.policy == "full"]
     rows = rows or list(made.rows[:1])
     wide = max([len("POLICY"), *(len(row.label) for row in rows)])
@@ -235,7 +235,7 @@ def _table(made: Forecast, width: int) -> list[str]:
 
 
 def _kept(form: str) -> str:
-    """What --weights says, after the number format of the rest."""
+    """The value of --weights as text, to put after the number format of the rest."""
     layers, _, head = form.partition("+")
     if layers not in ("plain", "int8", "int4"):
         return f", most of it in the file's {form}"

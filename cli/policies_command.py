@@ -24,7 +24,7 @@ _QUESTIONS = {
     "layers": "how many tokens each layer keeps",
     "heads": "how many tokens each head of a layer keeps",
     "select": "which tokens a head keeps",
-    "weigh": "what a token's score is multiplied with",
+    "weigh": "the factors of tokens' scores",
     "prefer": "which tokens are evicted last",
 }
 _COLUMNS = ("POLICY", "WHEN", "GOOD FOR", "2ND QUESTION", "PAPER")
@@ -104,7 +104,7 @@ def _part(part: type[Any]) -> str:
 
 
 def _flags(info: Method) -> list[str]:
-    """The flags that take it; --policy, if it is composed."""
+    """The flags that take it; --policy if it is composed."""
     if info.name not in registry.method_names():
         return ["--policy"]
     takes = ("--policy", prompt_names()), ("--decode", step_names())

@@ -1,5 +1,5 @@
-"""Records of turns, from files that may come from anywhere: every key is checked, and the
-size, because a small file of JSON can take a hundred times its size when it is parsed."""
+"""Reads records of turns from untrusted files: checks every key, and the size, because a small JSON
+file can take a hundred times its size when parsed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from minikv.chat.transcript import REUSES
 
 _T = TypeVar("_T")
 _NAMES: Mapping[type, str] = {
-    dict: "object",
-    list: "list",
-    str: "text",
-    int: "whole number",
-    float: "number",
-    bool: "truth",
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
 }
 
 
 _GONE = {"refreshes"}
-"""Keys in the record of a turn that earlier versions wrote, and nobody reads."""
+"""Keys that earlier versions wrote to a turn's record and that nothing reads."""
 
 
 class Wrong(ValueError):
-    """A record is wrong. The message says how, and under which key."""
+    """A record is wrong. The message says why, and names the key."""
 
 
 def report_of(record: object, *, known: bool = False) -> TurnReport:
@@ -51,7 +51,7 @@ def fields_of(kind: Callable[..., _T], value: object, where: str) -> _T:
     names = [
         field.name
         for field in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if field.name in record or field.default is dataclasses.MISSING  # keys that came later
+        if field.name in record or field.default is dataclasses.MISSING  # or was added later
     ]
     if missing := [name for name in names if name not in record]:
         raise Wrong(f"no key {where}.{missing[0]}")
@@ -76,21 +76,22 @@ def checked(kind: type[_T], value: object, where: str) -> _T:
     """The value, if it has this type."""
     accepted = (int, float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
-        raise Wrong(f"{where} is no {_NAMES[kind]}")
+        raise Wrong(f"{where} is not {_NAMES[kind]}")
     return kind(value)  # type: ignore[call-arg]
 
 
 # -- size ---------------------------------------------------------------------------------------
 
 CONTAINERS, ITEMS = 1_000_000, 5_000_000
-"""The most lists and objects, and the most commas, of one file, outside of texts. An object takes
+"""The most lists and objects, and the most commas, of one file, outside texts. An object takes
 64 bytes or more, a number 8 to 40."""
 
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-"""A text, or the rest of the file behind a quotation mark that has no second one. Otherwise each
+"""A text, or the rest of the file after a quotation mark without a second one. Otherwise each
 escaped mark in the rest would be tried as a beginning, which is quadratic."""
 _PIECE = re.compile(rb'(?:[^"]*+' + _TEXT.pattern + rb"){1,1000}+|[^\"]++", re.DOTALL)
-"""Up to 1,000 texts with what is in front of them, or the rest: so little is copied at once."""
+"""Up to 1,000 texts with the characters before them, or the rest, so that little is copied at
+once."""
 
 
 def refuse_many(data: bytes) -> None:

@@ -30,7 +30,8 @@ from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
 REUSES = ("once", "refresh", "blind", "recall")
-"""The values of --reuse that can be measured. Not `auto`: which one it took would not be shown."""
+"""The values of --reuse that can be measured. Not `auto`, because the result would not show which
+one it chose."""
 
 Progress = Callable[[int, int], None]
 """(done, total): documents under a policy."""
@@ -41,13 +42,13 @@ _Choice = tuple[EvictionConfig, str]
 
 
 class Run:
-    """Some tasks over the same items, under every choice. The first is what `agree` compares with.
+    """Some tasks over the same items, under every choice. `agree` compares with the first choice.
 
-    Later questions are answered from what each of `reuses` says. Without eviction that makes no
-    difference, nor where nothing is asked: these are measured under the first one alone. `cells`
-    are of the items that `measure` has finished, also after it was stopped. `name`: of the tasks,
-    or, with `is_file`, of a file of records, of which `skipped` were too long. One that turns out
-    not to fit is left out of `items` as well.
+    Later questions are answered as each of `reuses` says. Without eviction, and where nothing is
+    asked, that makes no difference, so only the first one is measured. `cells` covers the items
+    that `measure` has finished, even after it was stopped. name: that of the tasks, or, with
+    `is_file`, of a file of records, of which `skipped` were too long. An item that turns out not to
+    fit is also removed from `items`.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Run:
     ) -> None:
         self.chat, self.tasks, self.items, self.wanted = chat, tasks, list(items), list(wanted)
         self.name, self.is_file, self.skipped = name, is_file, skipped
-        # All policies of one reuse are neighbours: they read the same first prompt.
+        # All policies of one reuse come together, because they read the same first prompt.
         self._choices: dict[str, list[_Choice]] = {
             one: [
                 (eviction, reuse if eviction.evicts else "once")
@@ -74,7 +75,7 @@ class Run:
             ]
             for one in passes(tasks, items)
         }
-        # [(pass, number of the choice)][document]: what was measured, and the share that was held
+        # [(pass, number of the choice)][document]: the results, and the share that was held
         self._made: dict[tuple[str, int], list[tuple[list[Any], float]]] = {
             (one, i): [] for one, these in self._choices.items() for i in range(len(these))
         }
@@ -85,11 +86,11 @@ class Run:
         return min(map(len, self._made.values()))
 
     def check(self) -> None:
-        """Raise ContextError for the first item that might not fit, called by file and line or as a
-        document of the task, and UsageError for a budget that is too small for any of them.
-        Measures nothing, so that one item does not cost the others."""
+        """Raise ContextError for the first item that might not fit, named by file and line or as a
+        document of the task, and UsageError for a budget that is too small for any of them. Called
+        before measuring, so that one item does not cost the others."""
         for eviction, reuse in chain.from_iterable(self._choices.values()):
-            self.chat.check(eviction)  # bytes are tokens per head only beside a model
+            self.chat.check(eviction)  # only with a model do bytes become tokens per head
             if reuse == "recall" and eviction.evicts:
                 self.chat.configure(eviction)
                 if why := self.chat.engine.kv.rules.cannot_recall:
@@ -109,8 +110,8 @@ class Run:
                 )
 
     def measure(self, progress: Progress) -> None:
-        """Go through the items. A document is computed once for all policies that do not need the
-        queries of all its tokens (see `rereading`). Raises ContextError if a document that was made
+        """Measure the items. A document is computed once for all policies that do not need the
+        queries of all its tokens (see `Rereading`). Raises ContextError if a generated document
         does not fit."""
         chat, engine = self.chat, self.chat.engine
         before = chat.reuse, chat.recall.kind
@@ -142,7 +143,7 @@ class Run:
             for reuse, group in groupby(enumerate(these), key=lambda choice: choice[1][1]):
                 neighbours, blind = list(group), reuse == "blind"
                 # A document with its question is read once for all policies, question by question;
-                # one without is the same for all questions.
+                # a document without is the same for all questions.
                 parts = [item] if blind or not PASSES[one].asks else list(item.single())
                 found: dict[int, list[Any]] = {i: [] for i, _ in neighbours}
                 for number, part in enumerate(parts, 1):
@@ -160,11 +161,11 @@ class Run:
         chat.reset()
         chat.configure(eviction)
         chat.reuse = reuse
-        # By name, so that one that does not fit is an error.
+        # By name, so that an unsuitable one is an error.
         chat.recall.kind = "ram" if reuse == "recall" else "none"
 
     def cells(self) -> list[Cell]:
-        """One for each task and choice, in this order; none if no item was finished."""
+        """The cells of each task and choice, in this order; none if no item was finished."""
         if not self.completed:
             return []
         items, file = self.items[: self.completed], self.name if self.is_file else ""
@@ -189,7 +190,7 @@ class Run:
 
 
 def passes(tasks: Iterable[str], items: Sequence[Item]) -> list[str]:
-    """The names of what has to be done for these tasks, each once."""
+    """The names of the passes that these tasks need, each once."""
     return sorted({pass_of(task, items) for task in tasks}, key=list(PASSES).index)
 
 
@@ -206,8 +207,8 @@ def pass_of(task: str, items: Sequence[Item]) -> str:
 
 
 def _distinct(one: str, reuses: Sequence[str]) -> Sequence[str]:
-    """Those of the reuses that differ for a pass. The answer to a first question is the same under
-    all that see the question; where nothing is asked, all are the same."""
+    """The reuses that differ for a pass. The answer to a first question is the same under all that
+    see the question; where nothing is asked, all are the same."""
     if one == "answers":
         return reuses
     if not PASSES[one].asks:
@@ -219,13 +220,13 @@ def _distinct(one: str, reuses: Sequence[str]) -> Sequence[str]:
 
 
 Wanted = Iterator[tuple[Sequence[str], Sequence[Item], dict[str, Any]]]
-"""Tasks, the items that they are about, and more of a `Run`."""
+"""Tasks, their items, and further arguments of a `Run`."""
 
 
 def evaluate(asked: Evaluation, settings: Settings, terminal: Terminal) -> None:
-    """Measure and print; policies and budgets of `settings` are lists with commas.
+    """Measure and print. Policies and budgets of `settings` are lists with commas.
 
-    Raises UsageError for anything that is wrong with them before a model is loaded.
+    Raises UsageError for wrong ones before a model is loaded.
     """
     files, wanted = asked.files or [], read_list(asked.tasks)
     wanted = wanted or (() if files else ("facts",))
@@ -251,7 +252,7 @@ def evaluate(asked: Evaluation, settings: Settings, terminal: Terminal) -> None:
     plain: Any = {"budget": "512", "decode": "auto", "stride": 0, "options": {}}
     plain |= {"reuse": "once", "remember": "off"}
     chat = build(replace(settings, policy=DEFAULT_PROMPT, **plain))  # each run sets its own
-    terminal.status("looking whether all documents fit")
+    terminal.status("checking whether all documents fit")
     runs = [
         Run(chat, kinds, items, evictions, reuses, **told)
         for kinds, items, told in (
@@ -301,10 +302,10 @@ def _check(asked: Evaluation, wanted: Sequence[str], reuses: Sequence[str], shor
         raise UsageError("--needle needs a text to be put into", "give it with --haystack TEXT")
     if "answers" in wanted and all(map(is_text, asked.files or ())):
         hint = "give a file of records, or --haystack TEXT with the tasks facts and needle"
-        raise UsageError("answers are to the questions of records, and there are none", hint)
+        raise UsageError("the task answers needs records, and there are none", hint)
     for name in _made(asked, wanted):
         if asked.haystack and name in CHATS:
-            hint = "--haystack goes with needle and facts, and agree, kl and ppl of them"
+            hint = "--haystack can be combined with needle and facts, and their agree, kl and ppl"
             raise UsageError(f"the task {name} is about a world of its own", hint)
         least = CHATS[name].least if name in CHATS else 0 if name == "needle" else tasks.LEAST
         if shortest < least:
@@ -314,11 +315,11 @@ def _check(asked: Evaluation, wanted: Sequence[str], reuses: Sequence[str], shor
             )
 
 
-# -- what is measured -----------------------------------------------------------------------------
+# -- tasks and items -------------------------------------------------------------------------------
 
 
 def _made(asked: Evaluation, wanted: Sequence[str]) -> list[str]:
-    """The tasks whose documents are not those of FILEs."""
+    """The tasks whose documents do not come from files."""
     return [name for name in wanted if name not in ("answers", *BESIDE) or not asked.files]
 
 
@@ -329,7 +330,7 @@ def _of_files(
     tokens: int,
     asked: Evaluation,
 ) -> Wanted:
-    """What is to be measured of each file: its records, or the parts of its text."""
+    """The tasks and items of each file: its records, or the parts of its text."""
     alike = Counter(map(named, read))
     for path, content in read.items():
         told: dict[str, Any] = {"name": named(path) if alike[named(path)] == 1 else str(path)}
@@ -351,12 +352,12 @@ def _of_made(
     settings: Settings,
     hay: Haystack | None,
 ) -> Wanted:
-    """Documents that are made here, or parts of a text with facts."""
+    """The tasks and items with generated documents, or parts of a text with facts."""
     codec, how, count = chat.tokenizer, tasks.manner(settings.model), asked.count
     seed = 900_000_000 + 10_000_000 * settings.seed
     names = _made(asked, wanted)
     beside = [name for name in names if name in BESIDE]
-    alone = [] if "facts" in names else beside  # else they look at the same documents as facts
+    alone = [] if "facts" in names else beside  # otherwise they use the documents of facts
     made: list[tuple[list[str], Iterator[Item]]] = []
     if "needle" in names:
         needles = tasks.needle(codec, sizes, count, seed, how=how, hay=hay)
@@ -373,8 +374,8 @@ def _of_made(
 
 
 def _measure(runs: Sequence[Run], results: Results) -> None:
-    """Measure, print and write. After an error, what was measured until then is printed and
-    written; the caller still reports the error."""
+    """Measure, print and write. After an error, the results so far are printed and written; the
+    caller still reports the error."""
     shown = 0
     try:
         for run in runs:
@@ -398,7 +399,7 @@ def _measure(runs: Sequence[Run], results: Results) -> None:
 
 
 def _record(runs: Sequence[Run], results: Results) -> None:
-    """Put what was measured into the record."""
+    """Put the results into the record."""
     skipped = {run.name: run.skipped for run in runs if run.skipped}
     results.record["facts"] |= {"skipped": skipped}
     results.record |= {

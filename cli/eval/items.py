@@ -1,10 +1,10 @@
-"""The tasks of `minikv eval` by name; a document with its questions, made or from a file.
+"""The names of the tasks of `minikv eval`; and documents with their questions, from files.
 
-A file of records has one in each line, in the form of RULER (arXiv 2404.06654, section 3). `input`
-is the whole prompt: a document and, in its last line, the question, which a cache may not have
-seen. `outputs` are the right answers. `answer_prefix`, where it is given, opens the model's turn.
-The prompt is asked to the letter. A file that is named after a task of RULER is scored as RULER
-does it; of any other, all of `outputs` are wanted.
+A file of records has one record per line, in the form of RULER (arXiv 2404.06654, section 3).
+`input` is the whole prompt: a document and, in its last line, the question, which a cache may not
+have seen. `outputs` are the right answers. `answer_prefix`, if given, opens the model's turn. The
+prompt is asked to the letter. A file that is named after a task of RULER is scored as in RULER; for
+any other, the score is the share of `outputs` in the answer.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from minikv.models.files import read_bytes
 CHATS = ("followup", "long")
 ANSWERED = ("needle", "facts", *CHATS, "answers")
 BESIDE = ("agree", "kl", "ppl")
-"""What is measured beside the full cache, of questions and of texts."""
+"""Comparisons with the full cache, for questions and texts."""
 TASKS = (*ANSWERED, *BESIDE)
-"""Those that --tasks takes; `answers` are those to the records of FILEs."""
+"""The tasks that --tasks takes; `answers` is for the records of files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One document and its questions, asked in one chat in this order; or, if they are asked
-    `apart`, each as the first one about the document.
+    """One document and its questions, asked in one chat in this order; or, if `apart`, each as the
+    first one about the document.
 
-    `right[i]` are the right answers to question i. `source`: file and line. `name`: the document's
-    in the chat; None: document and question are the whole message, to the letter. `opens`: how
-    an answer begins, which is not the model's doing. `groups`: names whose scores are also shown
-    apart. Without questions the document is a text to be continued.
+    right[i]: the right answers to question i. source: file and line. name: the document's name in
+    the chat; None: document and question are the whole message, to the letter. opens: the given
+    beginning of an answer. groups: names whose scores are also shown separately. Without questions
+    the document is a text to be continued.
     """
 
     document: str
@@ -53,7 +53,7 @@ class Item:
     groups: tuple[str, ...] = ()
 
     def single(self) -> Iterator[Item]:
-        """An item for each question that is asked apart; else this one."""
+        """An item for each question, if they are asked apart; otherwise this one."""
         if not self.apart:
             yield self
             return
@@ -76,7 +76,7 @@ def read_items(path: Path) -> Iterator[Item]:
     except (ModelError, ValueError) as error:
         raise UsageError(f"cannot read {path}: {error}", "give a JSONL file") from None
     number = 0
-    # Not splitlines: JSON texts may hold the other characters that Unicode calls a line's end.
+    # Not splitlines: JSON texts may contain the other line ends of Unicode.
     for line, record in enumerate(text.split("\n"), 1):
         if record.strip():
             number, source = line, f"{path}, line {line}"
@@ -90,12 +90,12 @@ def read_items(path: Path) -> Iterator[Item]:
 
 
 def is_text(path: Path) -> bool:
-    """Whether a file is no record but a text."""
+    """Whether a file is a text instead of records."""
     return path.suffix.lower() not in (".json", ".jsonl")
 
 
 def named(path: Path) -> str:
-    """The task of a file: its name, or, as RULER's own scripts write it, its folder's."""
+    """The task of a file: its name, or that of its folder, as RULER's scripts write it."""
     return path.absolute().parent.name if path.stem in ("validation", "test") else path.stem
 
 

@@ -1,5 +1,5 @@
-"""Scores of answers, from 0 to 1: by exact match, by the value in the answer, or as RULER does it
-(arXiv 2404.06654, section 3); and intervals around their means."""
+"""Scores of answers, from 0 to 1: by exact match, by the value in the answer, or as in RULER (arXiv
+2404.06654, section 3); and intervals around their means."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def contains_words(answer: str, right: Sequence[str]) -> float:
 
 
 def _folded(text: str) -> str:
-    """The text without differences of case, compatibility forms and white space."""
+    """The text normalised in case, compatibility forms and white space."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(unicodedata.normalize("NFKC", folded).split())
 
@@ -84,8 +84,8 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
 
 def wilson(score: float, n: float) -> tuple[float, float]:
-    """Wilson's interval for a mean of n independent scores in 0 to 1. It was derived for shares, so
-    for scores that are 0 or 1."""
+    """Wilson's interval for a mean of n independent scores in 0 to 1. It was derived for shares,
+    that is, for scores of 0 or 1."""
     if n == 0:
         return 0.0, 1.0
     middle = (score + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
@@ -96,11 +96,11 @@ def wilson(score: float, n: float) -> tuple[float, float]:
 def of_shares(rows: Rows) -> Bounds:
     """The interval of a mean of scores in 0 to 1: Wilson's, if every document has one question.
 
-    With more questions, Wilson's n is the effective number of questions: so many independent ones
-    would have the same error (Korn and Graubard, Survey Methodology 24, 1998). It is at most the
-    real number. If all scores are 0 or all are 1, it is one per document, because such scores do
-    not show how similar those of a document are. For few documents it is multiplied by
-    (1.96 / t)^2.
+    With more questions, Wilson's n is the effective number of questions, which is the number of
+    independent ones with the same error (Korn and Graubard, Survey Methodology 24, 1998), at most
+    the real number. If all scores are 0 or all are 1, it is one per document, because such scores
+    do not show how similar those of a document are. For few documents it is multiplied by (1.96 /
+    t)^2.
     """
     n = sum(map(len, rows))
     if len(rows) < 2 or not n:
@@ -162,8 +162,8 @@ def _ratio(rows: Rows) -> tuple[float, float]:
 
 
 def _student(rows: Rows) -> float:
-    """The 97.5 % quantile of Student's t for one degree of freedom less than there are documents.
-    Beyond the table, from a series with an error below 0.001."""
+    """The 97.5 % quantile of Student's t, with one degree of freedom less than the number of
+    documents. Beyond the table, from a series with an error below 0.001."""
     freedom = len(rows) - 1
     if freedom <= len(_T):
         return _T[freedom - 1]

@@ -1,4 +1,4 @@
-"""How a task runs a document through a chat: for answers, or beside the full cache."""
+"""Runs a document through a chat for a task: for answers, or to compare with the full cache."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from minikv.models.tokenizer import Tokenizer
 
 
 class Rereading:
-    """A `Network` over `kv` that keeps the rows of the last first prompt in a tier, and its scores.
-    For another policy only the end of the same prompt is fed, unless the policy needs the queries
-    of all tokens. The network must say how many tokens it reads together (`rows`)."""
+    """A `Network` over `kv` that stores the rows of the last first prompt in a tier, and its
+    scores. For another policy only the end of the same prompt is fed, unless the policy needs the
+    queries of all tokens. `network.rows` must say how many tokens it reads together."""
 
     def __init__(self, network: Network, kv: KVCache) -> None:
         self.network, self.kv = network, kv
@@ -57,10 +57,10 @@ class Rereading:
         return logits
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.network, name)  # what else a policy asks of the network
+        return getattr(self.network, name)  # anything else that a policy needs from the network
 
     def _renew(self, ids: Tensor) -> None:
-        """Discard what an error left. If these are other tokens, forget the stored prompt."""
+        """Discard the remains of an error. For other tokens, forget the stored prompt."""
         self._tier.drop()
         if self._ids is None or not torch.equal(ids, self._ids):
             self._ids, self._scored = ids.clone(), {}
@@ -79,7 +79,7 @@ class _Bare(Document):
 
 
 def document(item: Item) -> Document:
-    """The item's document as a chat has it before a question."""
+    """The item's document in the form for a chat."""
     return _Bare(item.document) if item.name is None else Document(item.document, item.name)
 
 
@@ -101,7 +101,7 @@ class _Begun:
 
 @contextmanager
 def worded(chat: ChatSession, item: Item) -> Iterator[None]:
-    """Inside, the chat's prompts end with the beginning of the item's answer."""
+    """A context in which the chat's prompts end with the given beginning of the item's answer."""
     before = chat.template
     if item.opens:
         begins = cast(Tokenizer, chat.tokenizer).encode(item.opens, "inside")
@@ -113,8 +113,8 @@ def worded(chat: ChatSession, item: Item) -> Iterator[None]:
 
 
 def prompts(chat: ChatSession, item: Item) -> tuple[list[int], ...]:
-    """The first prompt, with the document and a question, cut where the chat evicts before it sees
-    the question."""
+    """The first prompt, with the document and a question, in parts if the chat evicts before it
+    sees the question."""
     with worded(chat, item):
         rendered = document(item).rendered()
         messages = [*chat.messages, Message("user", rendered + item.questions[0])]
@@ -129,7 +129,7 @@ def prompts(chat: ChatSession, item: Item) -> tuple[list[int], ...]:
 
 
 def answers(chat: ChatSession, item: Item, _: Memory | None = None) -> list[str]:
-    """The answers to the questions of an item, in one chat, or each in a chat of its own."""
+    """The answers to the questions of an item, in one chat, or each in a separate chat."""
     made = []
     for number, question in enumerate(item.questions):
         if item.apart and number:
@@ -137,13 +137,13 @@ def answers(chat: ChatSession, item: Item, _: Memory | None = None) -> list[str]
         if item.apart or not number:
             chat.pending.append(document(item))
         with worded(chat, item):
-            # Not stripped: the metrics know what white space means to them.
+            # Not stripped: the metrics decide about white space.
             made.append("".join(chat.ask(question, max_tokens=item.max_tokens)))
     return made
 
 
 def _needs_to_answer(chat: ChatSession, item: Item) -> int:
-    """Positions of all questions, if every answer is as long as it may be."""
+    """The positions of all questions, with the longest possible answers."""
 
     def needed(one: Item) -> int:
         first, later = sum(map(len, prompts(chat, one))), one.questions[1:]
@@ -154,16 +154,17 @@ def _needs_to_answer(chat: ChatSession, item: Item) -> int:
     return max(map(needed, item.single()))
 
 
-# -- beside the full cache --------------------------------------------------------------------
+# -- compared with the full cache -------------------------------------------------------------
 
 Token = tuple[float, float, bool]
-"""(nats of the token, KL from what the full cache says, whether the same token comes first)."""
+"""(nats of the token, KL from the full cache, whether both have the same likeliest token)."""
 Memory = dict[str, list[tuple[int, Tensor]]]
-"""What the full cache said, which comes first: its tokens and logarithms, by question."""
+"""The results of the full cache, which runs first: its tokens and log-probabilities, by
+question."""
 
 
 def _text(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
-    """At each token of the last quarter of the document."""
+    """The `Token`s of the last quarter of the document."""
     reading.prepare(chat.engine.kv, chat.tokenizer, chat.template)
     chat.engine.reset()
     ids, read = _scored(chat, item)
@@ -181,8 +182,8 @@ def _read(chat: ChatSession, ids: Sequence[int], before: Sequence[int] = ()) -> 
 
 
 def _beside(chat: ChatSession, item: Item, memory: Memory) -> list[list[Token]]:
-    """At each token of the full cache's own answer to a chat's first question, or to each that is
-    asked apart. Up to the first that is not the same, the answer is what this cache would write."""
+    """The `Token`s of the full cache's own answer to a chat's first question, or to each question
+    that is asked apart. Up to the first difference, this cache would write the same answer."""
     found = []
     for one in item.single():
         chat.reset()
@@ -228,7 +229,7 @@ def _fed(
 
 def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
     """The document's tokens and how many of them are read as a prompt."""
-    # Without what a chat begins with, a BOS above all, a real model's perplexity is off by far.
+    # Without the beginning of a chat, above all a BOS, a real model's perplexity is far off.
     start, ids = chat.start(), chat.tokenizer.encode(item.document)
     return start + ids, len(start) + max(1, 3 * len(ids) // 4)
 
@@ -238,9 +239,9 @@ def _scored(chat: ChatSession, item: Item) -> tuple[list[int], int]:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """run(chat, item, memory): measure a document: a list of answers, or of `Token`s. memory: that
-    of the document, empty for the first policy. needs: the most positions it takes. asks: whether
-    the result depends on `--reuse`."""
+    """run(chat, item, memory): measures a document; returns a list of answers, or of `Token`s.
+    memory: the document's, empty for the first policy. needs: the most positions that it takes.
+    asks: whether the result depends on `--reuse`."""
 
     run: Callable[[ChatSession, Item, Memory], list[Any]]
     needs: Callable[[ChatSession, Item], int]

@@ -23,14 +23,14 @@ Against = tuple[float, float | None, float | None]
 class Cell:
     """One task under one policy and budget.
 
-    `score` is the mean over n questions (perplexity for ppl, nats for kl; n tokens), with its 95 %
-    interval over documents, None of a single one; `against`: how much more than the full cache's it
-    is, in pairs (ppl: nats). `by_group`: (name, score, n) by the items' own groups and, in a chat,
-    by the number of the question. `until`, of agree: the mean number of tokens before the first
-    that differs. `held`: the share of a full cache that is held at the end, mean over documents.
-    `by_item` is each document's own mean (nats for ppl), so that policies can be compared in pairs.
-    `reuse`: what later questions are answered from. `answers` and their `scores` are by document
-    and question. `file`: whose records it is of.
+    score: the mean over n questions (perplexity for ppl, nats for kl; n tokens), with its 95 %
+    interval over documents (None for a single one). against: the difference from the full cache, in
+    pairs (ppl: nats). by_group: (name, score, n) by the items' own groups and, in a chat, by the
+    number of the question. until: for agree, the mean number of tokens before the first that
+    differs. held: the share of a full cache that is held at the end, mean over documents. by_item:
+    each document's own mean (nats for ppl), so that policies can be compared in pairs. reuse: what
+    later questions are answered from. answers and scores: by document and question. file: the file
+    of the records.
     """
 
     task: str
@@ -54,14 +54,14 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """The task, with the file whose records it is of."""
+        """The task, with the file of its records."""
         if self.task == "answers":
             return self.file
         return f"{self.task} of {self.file}" if self.file else self.task
 
     @property
     def evicts(self) -> bool:
-        """Whether it is another cache than the full one."""
+        """Whether this is not the full cache."""
         return self.budget != "-"
 
     def record(self) -> dict[str, object]:
@@ -82,9 +82,9 @@ def cell(
     held: Sequence[float],
     file: str = "",
 ) -> Cell:
-    """The cell of what was `made` of each item, beside what was made with the `full` cache.
+    """The cell for the results `made` of each item, compared with those of the `full` cache.
 
-    Perplexities of fewer than five documents have no interval: it would be wider than they say.
+    Perplexities of fewer than five documents have no interval, because it would be unreliable.
     """
     more: dict[str, Any] = {}
     if task == "agree":
@@ -130,7 +130,7 @@ def cell(
 
 
 def _nats(task: str, made: Sequence[Sequence[Any]]) -> list[list[float]]:
-    """Those of each token, by document."""
+    """The nats of each token, by document."""
     which = ("ppl", "kl").index(task)
     return [[t[which] for q in row for t in q] for row in made]
 
@@ -144,13 +144,13 @@ def _scored(items: Sequence[Item], made: Sequence[Sequence[str]]) -> list[list[f
 
 
 def _against(rows: Rows, full: Rows, interval: Callable[[Rows], metrics.Bounds]) -> Against:
-    """How much more than the full cache, in pairs, with its interval over documents."""
+    """The difference from the full cache, in pairs, with its interval over documents."""
     less = [[a - b for a, b in zip(*both, strict=True)] for both in zip(rows, full, strict=True)]
     return (mean([x for row in less for x in row]), *interval(less))
 
 
 def mean(values: Sequence[float]) -> float:
-    """0 of none."""
+    """The mean; 0 for no values."""
     return sum(values) / len(values) if values else 0.0
 
 
@@ -177,7 +177,7 @@ def _exp(nats: float) -> float:
 # -- tables ---------------------------------------------------------------------------------------
 
 _UNIT = {"ppl": "perplexity", "agree": "same as full", "kl": "KL"}
-_HALF = 0.5  # of the questions, which the full cache must answer for a comparison to mean something
+_HALF = 0.5  # of the questions: if the full cache answers fewer, a comparison means nothing
 Column = tuple[str, Callable[[Cell], str]]
 
 
@@ -193,7 +193,7 @@ def table(cells: Sequence[Cell]) -> str:
 
 
 def _grid(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
-    """A line for each cell: what it is of, and the columns."""
+    """A line for each cell: its name, and the columns."""
     lead: list[Column] = [
         ("policy", lambda c: c.policy + (f" /{c.stride}" if c.stride else "")),
         ("decode", lambda c: c.decode),
@@ -207,7 +207,8 @@ def _grid(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
 
 
 def _figures(cells: Sequence[Cell]) -> list[Column]:
-    """The columns of figures; of those that some task lacks, where any cell has a value."""
+    """The columns of figures. A column that not all tasks have is included if any cell has a
+    value."""
     task = cells[0].task
     nats = "nats" if task == "ppl" else task
     columns: list[Column] = [
@@ -247,7 +248,7 @@ def _groups(cells: Sequence[Cell]) -> list[Column]:
 
 
 def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
-    """What must be known before the figures are compared."""
+    """Remarks for comparing the figures."""
     first = cells[0]
     if first.task in ANSWERED and first.score < _HALF:
         share = _figure(first.task, first.score)

@@ -1,9 +1,9 @@
-"""Questions that are made here: a needle, facts, chats of several questions, and long answers.
-They are about documents of the bundled model's world; needles and facts also about a user's text.
+"""Generates questions: a needle, facts, chats of several questions, and long answers. They are
+about documents of the bundled model's world; needles and facts also about a user's text.
 
 The bundled model was trained on this world and answers with the value and nothing else. For any
-other model the documents are plain English. The wording of its answers is not known, so it is told
-what to answer, may write a sentence, and is scored by the value in it: see `Manner`.
+other model the documents are just English. The wording of its answers is not known, so the question
+asks for the value alone, an answer may be a sentence, and the value in it counts: see `Manner`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minikv.models.bundled.world import Fact
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 LEAST = exam.FACT_EVERY
-"""Tokens of the shortest document with a fact to ask for. A needle's may be shorter."""
+"""Tokens of the shortest document with a fact to ask about. A needle's may be shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ TOLD = Manner(" Answer with the value alone.", metrics.contains_words, 48, 1)
 
 
 def manner(model: str | None) -> Manner:
-    """The manner for the value of --model. None and the folder of the bundled model are the bundled
-    model."""
+    """The manner for this value of --model. None and the folder of the bundled model mean the
+    bundled model."""
     if model is None:
         return TRAINED
     return TRAINED if Path(model).expanduser().resolve() == BUNDLED.resolve() else TOLD
@@ -73,7 +73,7 @@ def asking(text: str, facts: Sequence[Fact], rng: random.Random, how: Manner, **
     )
 
 
-# -- a text of the user's own ---------------------------------------------------------------------
+# -- a user's own text ----------------------------------------------------------------------------
 
 _CITIES = "Lisbon Bergen Krakow Porto Ghent Turin Malmo Graz Vilnius Tampere Basel Zagreb".split()
 _FIRST = "Ottoline Bartholomew Zephyrine Casimir Philippa Thaddeus Marguerite Leopold".split()
@@ -84,7 +84,7 @@ _PLACES = "Port Ellory|Saint Maubrac|Upper Kelvinhead|Lake Tarnowitz|New Quillfo
 
 @dataclass(frozen=True, slots=True)
 class Haystack:
-    """A text, into whose parts facts are put: those `given`, or made ones."""
+    """A text into whose parts facts are put: those `given`, or generated ones."""
 
     text: str
     given: Sequence[Fact] = ()
@@ -113,7 +113,7 @@ def made_facts(rng: random.Random) -> list[Fact]:
 
 
 def given_fact(text: str) -> Fact:
-    """What --needle was given: a sentence, a question and its answer, with | between them."""
+    """The value of --needle: a sentence, a question and its answer, separated by |."""
     parts = [part.strip() for part in text.split("|")]
     if len(parts) != 3 or not all(parts):
         raise UsageError(
@@ -126,8 +126,8 @@ def given_fact(text: str) -> Fact:
 
 
 def parts(codec: Codec, text: str, tokens: int) -> list[list[str]]:
-    """The sentences of the parts of a text, each of about `tokens` tokens. A shorter end counts
-    only where there is nothing else."""
+    """The sentences of the parts of a text, each part of about `tokens` tokens. A shorter rest
+    counts only if there is nothing else."""
     found: list[list[str]] = [[]]
     size = 0
     for sentence in re.split(r"(?<=[.!?])(?=\s)|(?<=\n)(?=\n)", text):
@@ -148,7 +148,7 @@ def texts(codec: Codec, text: str, tokens: int, count: int, source: str) -> list
 
 
 def _with(sentences: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> str:
-    """The text with each fact at its depth, the first first."""
+    """The text with each fact at its depth, in ascending order."""
     whole = [*sentences]
     for fact, depth in reversed([*zip(facts, depths, strict=True)]):
         whole.insert(round(depth * len(sentences)), f" {fact}")
@@ -204,7 +204,7 @@ def needle(
         cut = cycle(parts(codec, hay.text, length) if hay else [[""]])
         for depth in depths:
             for i in range(count):
-                # A text as the seed: no two are the same, as two sums could be.
+                # A text as the seed, because sums of these numbers could coincide.
                 rng = random.Random(f"{seed} {length} {depth} {i}")
                 if hay:
                     fact = rng.choice(hay.facts(rng))
@@ -215,7 +215,7 @@ def needle(
 
 
 def _dull(codec: Codec, rng: random.Random, length: int, depth: float) -> tuple[str, Fact]:
-    """A text of the world without other facts, and the one in it."""
+    """A text of the world with a single fact, and that fact."""
     doc, hay = world.document(rng, 1, 1), list[str]()
     size = len(codec.encode(doc.text))
     while size < length - 8:

@@ -1,4 +1,4 @@
-"""`/export FILE`: the chat as a page, as Markdown or as JSON, as the file's name says."""
+"""`/export FILE`: writes the chat as a page, Markdown or JSON, according to the file's name."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def export(context: Context, arguments: list[str]) -> None:
 
 
 def rendered(facts: ChatFacts, kind: str) -> str:
-    """The text of a file: "json", or a "page" or "markdown" in which nothing is invisible."""
+    """The text of a file: "json", or a "page" or "markdown" without invisible characters."""
     from minikv.cli.export import page
 
     if kind == "json":
@@ -61,8 +61,8 @@ def rendered(facts: ChatFacts, kind: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """`text` with names in place of what `clean` drops (controls, bidi overrides, tags, lone
-    surrogates), because an export shows every token."""
+    """`text` with names instead of the characters that `clean` drops (controls, bidi overrides,
+    tags, lone surrogates), because an export shows every token."""
     return "".join(c if clean(c) else _name(ord(c)) for c in text) if clean(text) != text else text
 
 
@@ -73,7 +73,7 @@ def _name(code: int) -> str:
 
 
 def _refuse(path: Path, force: bool) -> None:
-    """Raise UsageError if the path exists, is no regular file, or has no directory."""
+    """Raise UsageError if the path exists, is not a regular file, or has no directory."""
     shown = clean(str(path))
     try:
         mode = os.lstat(path).st_mode

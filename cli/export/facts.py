@@ -1,6 +1,6 @@
-"""The facts of a chat that an export shows: gathered from a session, and as JSON.
+"""Gathers the facts of a chat that an export shows, and converts them to JSON.
 
-The JSON of `/export chat.json`, version 1. The version is raised when a key changes its meaning.
+The JSON of `/export chat.json`, version 1. The version increases when a key changes its meaning.
 
     format      "minikv chat"
     version     1
@@ -80,7 +80,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Tokens [start, end) that are a document's, a question's or an answer's text."""
+    """The tokens [start, end) of a document, a question or an answer."""
 
     kind: str
     label: str
@@ -109,7 +109,8 @@ class ChatFacts:
         return self.turns[-1].report
 
     def attached(self) -> list[list[tuple[str, int]]]:
-        """Name and characters of each document of each turn. One without a name has its number."""
+        """Name and number of characters of each document of each turn. A document without a name
+        gets a number."""
         numbers = iter(range(1, 1 + sum(len(turn.documents) for turn in self.turns)))
         return [
             [
@@ -120,7 +121,7 @@ class ChatFacts:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """What `json.dumps` writes as documented above."""
+        """The JSON object that is documented above."""
         import numpy as np
 
         documents: list[object] = []
@@ -192,20 +193,20 @@ def gather(session: ChatSession) -> ChatFacts:
 
 
 def _without_folder(name: str) -> str:
-    """A model's name. A directory of this machine is named by its last part alone."""
+    """A model's name; for a directory of this machine, only its last part."""
     path = Path(name).expanduser() if name.startswith("~") else Path(name)
     local = path.is_absolute() or name.startswith((".", "~")) or path.is_dir()
     return (path.name or path.resolve().name) if local else name
 
 
 def _without_paths(turn: Turn) -> Turn:
-    """The turn; of an absolute path in a warning, only the last part stays."""
+    """The turn with only the last part of each absolute path in its warnings."""
     warnings = tuple(_PATH.sub(r"\1", line) for line in turn.report.warnings)
     return replace(turn, report=replace(turn.report, warnings=warnings))
 
 
 def _pieces(spans: Spans, tokens: int) -> tuple[str | None, ...]:
-    """What each of so many tokens adds to the text, as in `text` of the JSON."""
+    """The text that each of the first `tokens` tokens adds, as in `text` of the JSON."""
     pieces: list[str | None] = [None] * tokens
     for token, start, end in zip(
         spans.token, spans.start, (*spans.start, len(spans.text))[1:], strict=True
@@ -253,7 +254,7 @@ def _sections(spans: Spans, turns: Sequence[Turn], *, forgets: bool = False) -> 
             at += len(shown)
         mark("question", f"question {number}", turn.question, at)
         answer = turn.answer.strip()
-        # Behind its thoughts, or where they would be if the template has left them out since.
+        # After its thoughts, or where they would be if the template has left them out since.
         end = place(spent.prompt_reused + spent.prompt_new + spent.thoughts)
         left_out = forgets and spent.thoughts and turn is not turns[-1]
         end = at + len(turn.question) if left_out else end

@@ -68,12 +68,12 @@ def _cell(text: str) -> str:
 
 
 LEVELS = 10  # shades, as many as classes s1 to s10 in page.css
-_BARS = 120  # of the strip above the text
+_BARS = 120  # in the strip above the text
 _FOREIGN = ("link", "image", "autolink", "html_inline", "html_block", "reference", "entity")
 
 
 def render(facts: ChatFacts) -> str:
-    """The page. Foreign text gets into it in two ways: by the template, which escapes it, and as
+    """The page. Foreign text enters it in two ways: through the template, which escapes it, and as
     the HTML of an answer's Markdown, see `formatted`."""
     import jinja2
 
@@ -101,8 +101,8 @@ def render(facts: ChatFacts) -> str:
 
 
 def formatted(text: str) -> str:
-    """The Markdown of an answer as HTML: text, lists, tables and code. No link, image or HTML of
-    the answer becomes one of the page, and no attribute comes from it."""
+    """The Markdown of an answer as HTML: text, lists, tables and code. Links, images and HTML in
+    the answer do not become active, and no attribute comes from it."""
     parser = _parser()
     tokens = parser.parse(text)
     for token in tokens:
@@ -158,8 +158,8 @@ def _machine(facts: ChatFacts) -> Sequence[tuple[str, str]]:
 
 
 def _curve(facts: ChatFacts) -> Sequence[tuple[str, str, str, str, float, float]]:
-    """The rows of the table of memory: tokens, bytes held, those of a full cache, what is saved,
-    and both as a share of the most, in percent."""
+    """The rows of the table of memory: tokens, bytes held, those of a full cache, the saving, and
+    both numbers of bytes in percent of the largest."""
     most = max([1, *(max(held, full) for _, held, full in facts.curve)])
     rows = []
     for tokens, held, full in facts.curve:
@@ -204,7 +204,8 @@ def _text(facts: ChatFacts) -> Mapping[str, object]:
 
 
 def _parts(facts: ChatFacts, by: np.ndarray, heads: int) -> Sequence[Mapping[str, object]]:
-    """The tokens, from one beginning of a document, question or answer to the next."""
+    """The tokens in parts, each from the beginning of a document, question or answer to the next
+    one."""
     tokens = [
         (
             f"{'mark ' * (not piece)}s{-(-LEVELS * held // heads)}",
