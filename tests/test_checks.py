@@ -101,7 +101,7 @@ def test_load_takes_what_its_help_says(tmp_path: Path) -> None:
         (lambda c: c.ask("q", top_p=math.nan), "`top_p` must be between", ""),
         (lambda c: c.ask("q", progress=3), "`progress` must be a function, got 3", ""),
         (lambda c: c.ask("q", notice="x"), "`notice` must be a function, got 'x'", ""),
-        (lambda c: c.undo(), "there is no turn to take back", ""),
+        (lambda c: c.undo(), "there is no turn to undo", ""),
         (lambda c: c.undo("1"), "`turns` must be a whole number (int), got '1'", ""),
         (lambda c: c.undo(0), "a number of turns is 1 or more, got 0", "`chat.undo(2)`"),
         (lambda c: c.kept(99, 0), "`layer` must be between 0 and 3, got 99", ""),

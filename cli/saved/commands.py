@@ -83,7 +83,7 @@ def origins_of(
 
 
 def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
-    """What to say about a chat that was loaded in so many `seconds`."""
+    """The lines about a chat that was loaded in `seconds`."""
     how = f"resumed in {1000 * seconds:.0f} ms"
     if not session.fed and not (session.recall.tokens and session.recalls):
         how = "your next question reads it again"
@@ -119,8 +119,8 @@ def _read_again(session: ChatSession) -> int:
 
 
 def left(context: Context) -> str:
-    """Where the chat is that a new one is about to replace, and how to get back to it; "" if
-    nothing was asked in it."""
+    """Where the chat is saved that a new one will replace, and how to get back to it; "" if nothing
+    was asked in it."""
     name = context.keeper.kept(context.session)
     if name is not None:
         return f"  the chat so far is saved as {name}; /load {name} goes back to it"

@@ -1,4 +1,4 @@
-"""The file of a saved chat: an SQLite database, checked before it is used.
+"""The file of a saved chat: an SQLite database that is checked before use.
 
 Each row ends with a checksum of the others' values, because SQLite does not notice a changed bit of
 a text. An open chat holds a transaction, whose lock keeps other processes from writing; they can
@@ -27,7 +27,7 @@ from minikv.cli.paths import chats_folder, opened, private
 from minikv.errors import UsageError
 
 LAST = "last-ask"
-"""The name of the chat of the last `minikv ask`, for `--continue`. The next one takes its place."""
+"""The name of the chat of the last `minikv ask`, for `--continue`. The next `ask` replaces it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -37,8 +37,8 @@ def is_name(name: str) -> bool:
 
 
 def check_name(name: str, *, own: bool = False) -> None:
-    """Raise UsageError if the name is not a plain file name. own: or is one that the user cannot
-    give a chat."""
+    """Raise UsageError if the name is not a plain file name. own: also if it is reserved for
+    minikv."""
     if not is_name(name):
         raise UsageError(
             f"{name!r} cannot be the name of a chat",
@@ -75,8 +75,8 @@ DAMAGE = (
     RecursionError,
     sqlite3.Error,
 )
-"""What reading a damaged file may raise. The checks find accidental changes, not a file that
-someone made with valid checksums."""
+"""The errors of reading a damaged file. The checks find accidental changes, not a file that someone
+made with valid checksums."""
 TABLES = {
     "chat": ("facts", "tokens"),
     "document": ("facts", "text"),
@@ -88,7 +88,7 @@ _SCHEMA = {
     name: f"CREATE TABLE {name} (number INTEGER PRIMARY KEY, {', '.join(columns)}, seal)"
     for name, columns in TABLES.items()
 }
-_VERSION = 2  # PRAGMA user_version; before there were directories of files
+_VERSION = 2  # PRAGMA user_version; version 1 was a directory of files
 _PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON")
 _WAIT = 5  # seconds for which another process may read, or write
 _ASK = 0.3  # seconds after which a chat is open elsewhere
@@ -103,8 +103,8 @@ class OpenElsewhere(UsageError):
 
 
 class ChatFile:
-    """An open file of a saved chat. locks: whether its file system can lock files. wrong: what
-    SQLite finds damaged in it, or "" (only looked for with a lock)."""
+    """An open file of a saved chat. locks: whether its file system can lock files. wrong: the
+    damage that SQLite finds, or "" (checked only with a lock)."""
 
     def __init__(self, name: str, *, lock: bool = False) -> None:
         """lock: keep other processes from writing, until it is closed. Raises FileNotFoundError if
@@ -154,9 +154,9 @@ class ChatFile:
         return [row[1:-1] for row in found]
 
     def write(self, rows: Mapping[str, Iterable[Sequence[str | bytes]]], same: int = 0) -> None:
-        """Make these the rows of each table, all of them or, where that fails, none. same: the
-        first turns, which are in the file already. Raises OSError, and UsageError if another
-        process has the chat now, or has saved it."""
+        """Replace the rows of each table, all of them or, after an error, none. same: how many
+        first turns are in the file already. Raises OSError, and UsageError if another process has
+        the chat open now, or has saved it."""
         try:
             self._lock()
             # PRAGMA data_version does not tell: after an error of a read or write it changes, too.
@@ -169,7 +169,7 @@ class ChatFile:
             for table in TABLES:
                 _put(self._db, table, rows[table], same if table == "turn" else 0)
             seal = self._seal_in_file()
-            self._own.add(seal)  # a COMMIT that raises may have saved it
+            self._own.add(seal)  # a COMMIT that raises may nevertheless have saved it
             self._db.execute("COMMIT")
             self._own = {seal}
         except sqlite3.Error as error:
@@ -201,14 +201,14 @@ class ChatFile:
 
 
 def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> None:
-    """Put a new file with these rows in the place of a chat's file. If that fails, the old one is
-    as it was. Waits for others that do so. Raises OSError, and what `rows` raise."""
+    """Replace a chat's file with a new one with these rows. If that fails, the old one is
+    unchanged. Waits for other processes that do so. Raises OSError, and the errors of `rows`."""
     folder = chats_folder() / name
     new = folder / NEW
     with contextlib.ExitStack() as stack:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         stack.callback(os.close, handle)
-        with contextlib.suppress(OSError):  # a file system that cannot lock
+        with contextlib.suppress(OSError):  # the file system cannot lock
             fcntl.flock(handle, fcntl.LOCK_EX)
         new.unlink(missing_ok=True)
         try:
@@ -291,7 +291,7 @@ def _seal(values: Iterable[object]) -> bytes:
 
 
 def _can_lock(folder: Path) -> bool:
-    """Whether files in this directory can be locked, as far as that can be tried."""
+    """Whether files in this directory can be locked, as far as that can be tested."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             try:
@@ -307,4 +307,4 @@ def _refuse_journal(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError), opened(Path(f"{path}-journal")) as file:
         file.seek(-min(8, os.fstat(file.fileno()).st_size), os.SEEK_END)
         if file.read() == _NAMES_A_FILE:
-            raise ValueError("its journal names another file, as no chat's does")
+            raise ValueError("its journal names another file, which no chat's does")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
-"""The fields of an identity that a loaded chat brings along, so that they need not agree."""
+"""The fields of an identity that a loaded chat replaces, so that they need not agree."""
 
 _UNITS = ("rows", "share", "bytes", "auto")
 
@@ -45,11 +45,11 @@ def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, obj
 def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
     """The eviction settings of an identity. Raises ValueError, KeyError or TypeError."""
     value, unit = str(identity["budget"]).split()
-    # Without this bound "1e9999999" would be computed to its last digit.
+    # Without this limit "1e9999999" would be computed to its last digit.
     written = re.fullmatch(r"\d{1,40}(/\d{1,40})?", value, re.ASCII)
     least = 0 if unit == "auto" else Fraction(1, 10**18)
     if unit not in _UNITS or written is None or Fraction(value) < least:
-        raise ValueError(f"{identity['budget']!r:.40} is no budget")
+        raise ValueError(f"{identity['budget']!r:.40} is not a budget")
     return EvictionConfig(
         str(identity["policy"]),
         str(identity["decode"]),
@@ -72,7 +72,7 @@ def differences(here: Mapping[str, object], there: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value of an identity in a message; hashes are cut."""
+    """A value of an identity for a message; hashes are cut."""
     text = "nothing" if value is None else str(value) or "none"
     return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{20,}", text) else text
 
@@ -89,7 +89,7 @@ def model_identity(session: ChatSession) -> dict[str, object]:
 
 
 def model_folder(session: ChatSession) -> Path | None:
-    """Where the session's model was loaded from; None for one that came from no folder."""
+    """The folder or file from which the session's model was loaded; None if there is none."""
     name = session.facts.model
     if not name:
         return None

@@ -1,6 +1,6 @@
-"""Chats on disk: saved after every turn, and continued later where they ended.
+"""Saves chats to disk after every turn, and opens them later.
 
-A directory per chat, with a file for its text and its compressed cache, and the tier if that is in
+A chat is a directory with a file for its text and its compressed cache, and the tier if that is in
 a file. Only the user can read them.
 """
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class Keeper:
-    """Saves one chat at a time, and opens saved ones. A chat that is open here is locked. name: of
-    the chat; saved: whether a save has succeeded in this run. asks: a loaded `LAST` is saved in its
-    place; otherwise it continues under a name of its own."""
+    """Saves one chat at a time, and opens saved ones. An open chat is locked. name: the chat's.
+    saved: whether a save has succeeded in this run. asks: a loaded `LAST` is saved under that name
+    again; otherwise it continues under a name of its own."""
 
     def __init__(self, terminal: Terminal, *, active: bool = True, asks: bool = False) -> None:
         self.active, self.saved, self._asks = active, False, asks
         self.name: str | None = None
-        self._named = False  # or saved, by the user
+        self._named = False  # by the user, or saved by the user
         self._terminal = terminal
         self._file: ChatFile | None = None
         self._conversation = 0
@@ -71,7 +71,7 @@ class Keeper:
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
     def keep_ask(self, session: ChatSession) -> None:
-        """Keep the chat of an `ask` in the place of the last one. Never raises, as `keep`."""
+        """Save the chat of an `ask`, replacing the last one. Never raises, like `keep`."""
         folder = chats_folder() / LAST
         first = not folder.is_dir()
         try:
@@ -87,7 +87,7 @@ class Keeper:
             )
 
     def kept(self, session: ChatSession) -> str | None:
-        """Save what was not saved yet. The chat's name; None if it is not saved as it is now, or
+        """Save if necessary. Returns the chat's name; None if its present state is not saved, or
         will not stay."""
         self.keep(session)
         stays = self._named or bool(session.turns)
@@ -150,7 +150,7 @@ class Keeper:
             except Exception as error:
                 self._terminal.warn(f"the tier cannot be used: {explain(error).message}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
-            if setting in saved.facts:  # else it was saved by an earlier version
+            if setting in saved.facts:  # otherwise an earlier version saved it
                 setattr(session, setting, saved.facts[setting])
         if file is not mine:
             self.close()
@@ -204,7 +204,7 @@ class Keeper:
         return identity(session, self._model[1])
 
     def _changed(self, session: ChatSession) -> bool:
-        """Whether there is something to save. A new conversation gets a new name."""
+        """Whether there is something to save. Gives a new conversation a new name."""
         if session.conversation != self._conversation:
             self._leave()
             self._conversation = session.conversation
@@ -283,8 +283,8 @@ class Keeper:
             self._terminal.warn(line)
 
     def close(self) -> None:
-        """Release the lock, so that another process can open the chat. One without a turn, which
-        the user did not name, is removed."""
+        """Release the lock, so that another process can open the chat. A chat without a turn and
+        without a name from the user is removed."""
         if self._file is not None and not self._named and self._last and not self._last[0]:
             shutil.rmtree(chats_folder() / str(self.name), ignore_errors=True)
             self.name = None

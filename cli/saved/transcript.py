@@ -1,4 +1,4 @@
-"""What a saved chat says: the rows of its file as documents and turns, and the other way round."""
+"""Converts the rows of a saved chat's file to documents and turns, and back."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from minikv.chat.snapshot import ChatSnapshot
 
 CACHE_BYTES = 512 << 20
-"""A larger cache, mostly of --policy full, is not saved with the chat."""
+"""A larger cache, usually one without eviction, is not saved with the chat."""
 _RUN = {"model", "revision", "dtype", "seed", "system", "pin_system", "kv", "weights"}
 
 
@@ -131,7 +131,7 @@ def resumed(settings: Settings, name: str, given: Collection[str]) -> Settings:
             run["weights"] = "auto"
     fields = {field: value for field, value in run.items() if field not in given}
     if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
-        fields |= {"policy": "full", "decode": "auto"}  # any budget will do until then
+        fields |= {"policy": "full", "decode": "auto"}  # the budget does not matter until then
     if "model" in given:
         fields.pop("revision", None)
     return replace(settings, **fields)
@@ -190,7 +190,7 @@ def read_cache(rows: Rows, saved: Saved, kv: KVCache) -> ChatSnapshot:
     with damage(saved.name, REREAD):
         data = b"".join(part for (part,) in rows("cache"))
         if len(data) != saved.facts["cache"]:
-            raise ValueError("the cache is not as long as it was written")
+            raise ValueError("the cache has another length than when it was written")
         length = int.from_bytes(data[:8], "little")
         state = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["state"])
         try:
@@ -260,7 +260,7 @@ def rows_of(
 def _cache(session: ChatSession) -> tuple[bytes, str]:
     """The cache as a safetensors file; b"" and the reason if it is not saved."""
     if not session.fed:
-        return b"", "nothing of it had been read when it was saved"
+        return b"", "nothing had been read when the chat was saved"
     held_bytes = session.engine.kv.stats().held_bytes
     if held_bytes > CACHE_BYTES:
         return b"", f"it held {size(held_bytes)}, and at most {size(CACHE_BYTES)} are saved"
@@ -290,7 +290,7 @@ def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
 
 
 def _run(session: ChatSession) -> dict[str, object]:
-    """The fields of `Settings` that build this session again, its policy aside."""
+    """The fields of `Settings` for building this session again, except its policy."""
     facts, folder = session.facts, model_folder(session)
     model = facts.model
     if folder is None or folder == BUNDLED:
@@ -305,5 +305,5 @@ def _run(session: ChatSession) -> dict[str, object]:
         "system": session.system,
         "pin_system": session.pin_system,
         "kv": "int8" if facts.kv == "int8" else "auto",
-        "weights": facts.weights if facts.weights in WEIGHTS else "auto",  # else the file's own
+        "weights": facts.weights if facts.weights in WEIGHTS else "auto",  # "auto": the file's own
     }

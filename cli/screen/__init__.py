@@ -1,1 +1,1 @@
-"""What a person sees and types: the terminal, its keys, Markdown, progress and strips."""
+"""The terminal: output, keys, Markdown, progress and strips."""

@@ -1,7 +1,7 @@
-"""Code on a terminal in colours: a line at a time, as an answer is written.
+"""Colours code on a terminal, line by line while an answer is written.
 
-pygments reads the code, through rich. The colours are the terminal's own, and few, so that they
-can be read on dark and light backgrounds.
+pygments parses the code, through rich. The colours are few and the terminal's own, so that they are
+readable on dark and light backgrounds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rich.syntax import ANSISyntaxTheme, Syntax
 from rich.text import Text
 
 MOST_LINES = 200
-"""How many lines before the current one are read to colour it."""
+"""How many earlier lines are parsed to colour the current one."""
 TAB = 8
 """Columns from one tab stop of a terminal to the next."""
 _LOOKS = {
@@ -50,8 +50,8 @@ class Code:
         return Code(Syntax("", lexer, theme=_THEME, tab_size=TAB))
 
     def line(self, text: str) -> Text | None:
-        """The next line in colours, tabs as spaces; None if it has none, or if they would change
-        anything else."""
+        """The next line in colours, tabs as spaces; None if it has no colours, or if these would
+        change the text."""
         self._lines = [*self._lines[-MOST_LINES:], text]
         if "\t" in text and not text.isascii():
             return None  # where a tab ends depends on the width of the characters before it

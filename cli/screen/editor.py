@@ -1,4 +1,4 @@
-"""Read the user's messages with prompt_toolkit, with the chat's commands, keys and history.
+"""Reads the user's messages with prompt_toolkit, with the chat's commands, keys and history.
 
 A message may have several lines: pasted, between triple quotation marks, or with Alt-Enter or
 Ctrl-J. Enter alone sends the text before it, even if it was typed while an answer was written.
@@ -77,7 +77,7 @@ class Help:
 
 def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callable[[], str]:
     """Return a function that reads one message. history: the file of earlier lines; without it
-    nothing is stored after the chat.
+    nothing stays after the chat.
 
     The function raises EOFError at the end of the input and KeyboardInterrupt on Ctrl-C. In the
     line editor, Ctrl-C on a line with text returns "". Everything is shown on stderr. A plain
@@ -120,8 +120,8 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
 
 @contextlib.contextmanager
 def _ending(app: Application[str]) -> Iterator[None]:
-    """Inside, the signals of `ends` end the prompt as a key would, so its toolbar is removed. One
-    that comes when the prompt has its answer already ends the chat, too."""
+    """A context in which the signals of `ends` end the prompt like a key, so that its toolbar is
+    removed. A signal also ends the chat if the prompt already has its answer."""
     came = False
 
     def end(signum: int, frame: FrameType | None) -> None:

@@ -1,8 +1,9 @@
-"""Keys typed while no prompt is shown: they are kept without being shown, and read in order later.
+"""Keeps keys that are typed while no prompt is shown, without showing them, for reading them in
+order later.
 
 A terminal that edits lines itself turns Enter into Ctrl-J, which is a new line for the line editor.
 So while a chat works, its terminal passes keys on unchanged. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
-signals, which prompt_toolkit's own raw mode would turn into keys. A paste keeps its marks, so that
+signals; prompt_toolkit's own raw mode would turn them into keys. A paste keeps its marks, so that
 it stays one message.
 """
 
@@ -30,16 +31,16 @@ _MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
 
 
 class Keyboard:
-    """The terminal of a chat whose lines the line editor reads, from `open` to `close`.
+    """The terminal of a chat with a line editor, from `open` to `close`.
 
-    prompt_toolkit holds the keys that came behind an Enter; `input` is where, once there is a line
+    prompt_toolkit keeps the keys that were typed after an Enter, in `input` once there is a line
     editor.
     """
 
     def __init__(self, stdin: TextIO, err: TextIO) -> None:
         self._number = stdin.fileno()
         self._err = err
-        self._early = ""  # what was typed before there was a line editor
+        self._early = ""  # text typed before there was a line editor
         self._input: Input | None = None
         self._asks = False
         self._before = _mode(self._number)
@@ -54,13 +55,13 @@ class Keyboard:
         self._early = re.sub(r"\r?\n", "\r", self._typed())  # until now an Enter was a Ctrl-J
 
     def serve(self, input: Input) -> None:
-        """From now on, a line editor reads from `input`. It gets what was typed before."""
+        """From now on, a line editor reads from `input`. It receives the keys typed before."""
         self._input = input
         self._put(_keys(self._early))
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Around the reading of a line."""
+        """A context for reading a line."""
         self._asks = True
         try:
             yield
@@ -70,7 +71,7 @@ class Keyboard:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Around a question of minikv: what was typed before does not answer it, and is kept."""
+        """A context for a question of minikv: keys typed before do not answer it, and are kept."""
         held = [*self.take(), *_keys(self._typed())]
         try:
             yield
@@ -78,7 +79,7 @@ class Keyboard:
             self._put(held)
 
     def take(self) -> list[KeyPress]:
-        """Take all keys that no line has had yet."""
+        """Take all keys that no line has used yet."""
         from prompt_toolkit.input.typeahead import get_typeahead
 
         return [] if self._input is None else get_typeahead(self._input)
@@ -133,7 +134,7 @@ class Keyboard:
 
 
 def _keys(text: str) -> list[KeyPress]:
-    """A text from the terminal as keys."""
+    """Parse a text from the terminal as keys."""
     from prompt_toolkit.input.vt100_parser import Vt100Parser
 
     found: list[KeyPress] = []
@@ -152,7 +153,7 @@ def unechoed(stream: TextIO) -> Iterator[None]:
             number = stream.fileno()
             mode = _mode(number)
             if mode is not None and bool(mode[_LOCAL] & termios.ECHO) != on:
-                echoed = True  # also in the background, where it cannot be switched off
+                echoed = True  # also in the background, where echo cannot be switched off
                 mode[_LOCAL] ^= termios.ECHO
                 _set(number, mode)
 
@@ -209,7 +210,7 @@ def _mode(number: int) -> Mode | None:
 
 
 def _set(number: int, mode: Mode | None) -> None:
-    """Switch the terminal, if that is possible."""
+    """Switch the terminal's mode, if possible."""
     if mode is not None and _in_front(number):
         with contextlib.suppress(termios.error):
             termios.tcsetattr(number, termios.TCSANOW, mode)

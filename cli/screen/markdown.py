@@ -1,18 +1,18 @@
-"""An answer in Markdown on a terminal: text is written as it comes, and a line of it is formatted
-when it ends.
+"""Shows an answer in Markdown on a terminal: text is written as it comes, and each line is
+formatted when it ends.
 
-A line is a paragraph, a heading, an item or a line of a quote, as models write them. It is first
-written as plain text, broken between words here, so that the number of its rows is known. If all of
-it is still on the screen when it ends, its rows are erased and it is written again with styles;
-otherwise it stays as it is. A table is formatted when its last line has ended, code line by line,
-in colours if its language is known. Code is never broken. Nothing above is changed, so the
-scrollback holds everything exactly once.
+Models write a paragraph, a heading, an item or a line of a quote as one line. It is first written
+as plain text, broken between words here, so that the number of its rows is known. If all of it is
+still on the screen when it ends, its rows are erased and it is written again with styles; otherwise
+it stays plain. A table is formatted when its last line has ended, code line by line, in colours if
+its language is known. Code is never broken. Earlier lines never change, so the scrollback has
+everything exactly once.
 
-rich draws the styles, the tables and the colours of code; markdown-it, its parser, reads what is
-inside a line. rich.markdown was tried for whole blocks and is not used: it writes a document at
-once and can take nothing back, it drops HTML tags, definitions of links, addresses of images, the
-backslashes of LaTeX and the signs of `x**2 + y**2` and `__init__`, it writes item "2." as "2", and
-its import with pygments takes 0.1 s, which only an answer with code needs.
+rich draws the styles, the tables and the colours of code; its parser, markdown-it, parses the
+inside of a line. rich.markdown is not used: it writes only whole documents, it drops HTML tags,
+definitions of links, addresses of images, the backslashes of LaTeX and the signs of `x**2 + y**2`
+and `__init__`, it writes item "2." as "2", and its import with pygments takes 0.1 s, which only an
+answer with code needs.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ from minikv.cli.screen.text import broken, cells, units
 if TYPE_CHECKING:
     from minikv.cli.screen.code import Code
 
-_NEAR = 24  # columns before the margin from which on a word waits until it is whole
+_NEAR = 24  # within this many columns of the margin, a word is written only when it is complete
 _FENCE = re.compile(r"(`{3,})([^`]*)$|(~{3,})(.*)$")
 _RULE = re.compile(r"([-*_]) *(?:\1 *){2,}$")
 _ITEM = re.compile(r"([-*+]|\d{1,9}[.)])(?:[ \t]+|$)")
 _HEADING = re.compile(r"(#{1,6})[ \t]+")
 _PROSE = re.compile(r"[^\\`*_~\[\]<>&|#]*")  # text without any sign of Markdown
-# What formatting takes away or adds: ASCII signs, bullets and lines.
+# Characters that formatting removes or adds: ASCII signs, bullets and lines.
 _ORNAMENT = re.compile(r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\x7f\u2022\u2500-\u257f\s]+")
 
 
 class Answer:
-    """One answer while it streams. Every method returns what to write.
+    """One answer while it streams. Every method returns the text to write.
 
-    `size` gives columns and rows of the terminal. It is asked at every piece: after a resize the
-    current line or table stays as it is.
+    size(): columns and rows of the terminal, called at every piece, because after a resize the
+    current line or table is not formatted.
     """
 
     def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool) -> None:
         self._size = size
         self._formatter = _Formatter(colour=colour)
         self._window = size()
-        self._rows = Rows(self._window[0] - 1)  # of what can be erased: the line, or the table
+        self._rows = Rows(self._window[0] - 1)  # of the line or table that can be erased
         self._line = ""  # the current line
-        self._begun = False  # whether it is on the screen: blanks at its start wait
+        self._begun = False  # whether it is on the screen: blanks at its start are held back
         self._raw = False  # whether it is code, which is never broken
         self._table: list[str] = []  # the lines of the table before it
         self._fence = ""  # the marks that opened the code
         self._code: Code | None = None  # its colours, if it has any
         self._in_list = False  # indented lines belong to a list, they are not code
-        self._blank = False  # whether an empty line came, which is written before the next one
+        self._blank = False  # whether an empty line is to be written before the next one
         self._any = False  # whether anything was written
 
     def push(self, piece: str) -> str:
-        """What to write for a piece of text that went through `clean`."""
+        """The text to write for a piece that went through `clean`."""
         self._look()
         first, *others = piece.split("\n")
         out = self._more(first)
@@ -78,8 +78,8 @@ class Answer:
         return out
 
     def resume(self, text: str) -> str:
-        """What to write before an answer continues after `text`, which was written before: the last
-        line or table again if it is not complete. Code is not written again."""
+        """The text to write before an answer continues after `text`: its last line or table again
+        if it is not complete, except code."""
         self.push(text)
         if self._raw or not (self._begun or self._table):
             return ""
@@ -87,7 +87,7 @@ class Answer:
         return self._rows.write("\n".join([*self._table, self._line]))
 
     def finish(self) -> str:
-        """What to write at the end. The cursor is then at the start of a line."""
+        """The text to write at the end. The cursor is then at the start of a line."""
         self._look()
         out = self._end_line() if self._begun else ""
         out += self._end_table()
@@ -95,7 +95,7 @@ class Answer:
 
     def disturb(self) -> None:
         """Call when the window was resized or other output was written to it: the current line or
-        table then stays as it is."""
+        table is then not formatted."""
         self._window = self._size()
         self._rows.width = self._window[0] - 1
         self._rows.known = False
@@ -105,7 +105,7 @@ class Answer:
             self.disturb()
 
     def _more(self, text: str) -> str:
-        """The next characters of the current line."""
+        """Write more characters of the current line."""
         self._line += text
         if self._begun:
             return text if self._raw else self._rows.write(text)
@@ -164,7 +164,7 @@ class Answer:
         return "" if formatted is None else self._again(formatted, "")
 
     def _again(self, formatted: str | None, otherwise: str = "\n") -> str:
-        """Write the line or table anew if all of it can still be erased; else end it."""
+        """Write the line or table again if all of it can still be erased; otherwise end it."""
         rows = self._rows
         if formatted is None or not rows.known or rows.count >= self._window[1]:
             return rows.flush() + otherwise
@@ -182,11 +182,11 @@ class Rows:
         self.width = width
         self.count = 1
         self.known = True
-        self._row = ""  # the current row as far as it came
+        self._row = ""  # the current row so far
         self._shown = 0  # how many of its characters were written
 
     def write(self, text: str) -> str:
-        """What to write for more text."""
+        """The text to write for more input."""
         first, *lines = text.replace("\t", "    ").split("\n")
         out = self._more(first)
         for line in lines:
@@ -197,7 +197,7 @@ class Rows:
         return out
 
     def flush(self) -> str:
-        """What waits to be written, without blanks at its end."""
+        """The text that is held back, without blanks at its end."""
         waits = self._row[self._shown :].rstrip(" ")
         self._shown = len(self._row)
         return waits
@@ -232,17 +232,17 @@ class Rows:
 
 
 class _Formatter:
-    """Turns Markdown into text with styles, if that can show all its words; else into None."""
+    """Turns Markdown into text with styles, or into None if that would lose a word."""
 
     def __init__(self, *, colour: bool) -> None:
         self._parser = MarkdownIt("commonmark", {"html": False})
         self._parser.enable(["table", "strikethrough"])
-        self._parser.core.ruler.disable(["text_join"])  # it does not keep which signs had a \
-        self._console = Console(width=80)  # rich asks one for its defaults; nothing is printed
+        self._parser.core.ruler.disable(["text_join"])  # it loses which signs had a \
+        self._console = Console(width=80)  # rich takes defaults from it; nothing is printed
         self._colour = colour
 
     def code(self, language: str) -> Code | None:
-        """The colours of a block of code, if this terminal has any and they are known."""
+        """The colours for a block of code, if the terminal has colours and knows the language."""
         if not self._colour or not language.strip():
             return None
         from minikv.cli.screen.code import Code  # with pygments
@@ -286,8 +286,8 @@ class _Formatter:
         """The text inside a line, with its styles."""
         text = Text()
         styles = [style]
-        literal: list[bool] = []  # for every open emphasis whether its signs are shown
-        link = (0, "")  # where its text begins, and where it points
+        literal: list[bool] = []  # for every open emphasis, whether its signs are shown
+        link = (0, "")  # where its text begins, and its target
         for at, token in enumerate(tokens):
             shown, own = "", _NONE
             if token.type == "text":
@@ -300,7 +300,7 @@ class _Formatter:
                 mark, own = ("", _CYAN) if self._colour else (token.markup, _NONE)
                 shown = f"{mark}{token.content}{mark}"
             elif token.type in _EMPHASIS:
-                # In x**2 + y**2 and __init__ the rules of Markdown see emphasis.
+                # By the rules of Markdown, x**2 + y**2 and __init__ contain emphasis.
                 sides = text.plain[-1:] + tokens[at + 1].content[:1]
                 between = len(sides) == 2 and sides.isascii() and sides.isalnum()
                 literal.append(between or token.markup == "__")
@@ -321,7 +321,7 @@ class _Formatter:
         return text
 
     def table(self, source: str, width: int) -> str | None:
-        """A table, if no word has to be broken for it, without a newline at its end."""
+        """A table without a newline at its end, unless a word would have to be broken."""
         rows: list[list[Text]] = []
         side = ""
         for token in self._parser.parse(source):

@@ -105,13 +105,13 @@ class ChatSession(ConversationView):
     - overflow: what happens to a question that does not fit the context. "refuse": it is refused.
       "drop": the oldest turns leave, but not their documents; the answer is that of a chat without
       these turns.
-    - undo_turns: how many turns `undo` can take back. Each needs a copy of the cache in host
+    - undo_turns: how many turns can be undone. Each needs a copy of the cache in host
       memory; all copies together take at most `UNDO_BYTES`.
     - fidelity: measure what eviction loses of every prompt that is recalled from a tier.
 
     These describe the conversation:
     - turns and reports: the turns so far, and their records.
-    - undone: the turns that the last `undo` took back, until the next question.
+    - undone: the turns that the last `undo` removed, until the next question.
     - verified: the result of the last `verify`; None if there is none.
     - evicted_for_turn: the number of the question for which the cache was evicted; 0 if it was
       evicted before any question; None if neither.
@@ -484,7 +484,7 @@ class ChatSession(ConversationView):
         follows.
 
         The answer is then the same as with a larger `max_tokens` from the beginning. It stays one
-        turn: its answer and its record are those of the whole answer, and `undo` takes back all of
+        turn: its answer and its record are those of the whole answer, and `undo` removes all of
         it. max_tokens: of the new part. Arguments and errors are those of `ask`. Raises UsageError
         if there is no such answer.
         """
@@ -738,7 +738,7 @@ class ChatSession(ConversationView):
         yield from lines
 
     def _copy(self, nbytes: int) -> ChatSnapshot | None:
-        """A copy of `nbytes` bytes from before a turn. None if turns cannot be taken back, if it
+        """A copy of `nbytes` bytes from before a turn. None if turns cannot be undone, if it
         would be too large, or if memory runs out; the question is answered all the same."""
         if self.undo_turns > 0 and nbytes <= self.undo_bytes:
             with contextlib.suppress(MemoryError, RuntimeError):

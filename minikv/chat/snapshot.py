@@ -18,7 +18,7 @@ from minikv.errors import UsageError
 T = TypeVar("T")
 
 UNDO_TURNS = 16
-"""How many turns a chat on a terminal can take back."""
+"""How many turns a chat on a terminal can undo."""
 _ENDS = {
     "eos": "the model ended its answer",
     "stop": "the answer ended at a stop text",
@@ -266,10 +266,10 @@ def taken_back(
             f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
         )
     if not count:
-        raise UsageError("there is no turn to take back", "ask something first")
+        raise UsageError("there is no turn to undo", "ask something first")
     if turns > count:
         have = "1 turn" if count == 1 else f"{count:,} turns"
-        raise UsageError(f"{turns:,} turns cannot be taken back: this chat has {have}")
+        raise UsageError(f"{turns:,} turns cannot be undone: this chat has {have}")
     finished = count - turns
     snapshot = now.copies.get(finished)
     if snapshot is None:

@@ -57,7 +57,7 @@ def test_a_snapshot_without_a_cache_is_read_again_with_the_next_question() -> No
 
 def test_undo_says_what_it_cannot_do() -> None:
     session = chat(undo_turns=2)
-    with pytest.raises(UsageError, match="no turn to take back"):
+    with pytest.raises(UsageError, match="no turn to undo"):
         session.undo()
     for i in range(5):
         say(session, f"question {i}")
