@@ -1,10 +1,10 @@
-"""One live line for work that takes a while: a bar, amounts, the measured rate, the time left.
+"""One live line for long work: a bar, amounts, the measured rate, the time left.
 
 Without a terminal, long work has a line when it begins.
 
-rich.progress is not used: its Live hides the cursor, and a process that is killed (out of memory)
-leaves it hidden; its columns are cut when they do not fit, instead of left out, take 1.3 ms a frame
-and 0.05 s to import.
+rich.progress is not used: its Live hides the cursor, which stays hidden if the process is killed
+(out of memory); its columns are cut if they do not fit, instead of left out, and they take 1.3 ms
+per frame and 0.05 s to import.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from minikv.cli.screen.text import cells, clean, fitting, letters
 from minikv.errors import Interrupted
 
 LARGE = {"B": 256 << 20, "tok": 1_000}
-"""By unit: without a terminal, a line announces work of at least this much."""
+"""By unit: without a terminal, a line announces work of at least this size."""
 RECENT = 30.0
-"""The rate is measured over so many seconds: reading slows down as the prompt grows."""
+"""The rate is measured over this many seconds, because reading slows down as the prompt grows."""
 _WIDEST, _NARROWEST = 40, 6  # columns of the bar
 
 
@@ -37,10 +37,10 @@ class Live:
         self.restart(label)
 
     def restart(self, label: str, *, announced: bool = False) -> None:
-        """Begin the next piece of work, on the same line. announced: a line has said so."""
+        """Begin the next piece of work, on the same line. announced: a line has announced it."""
         self.label = label
         self._announced = announced
-        # When so much was done; the first is what a resumed download had already.
+        # Times and amounts done; the first amount is that of a resumed download.
         self._done: deque[tuple[float, int]] = deque()
 
     def __call__(self, done: int, total: int) -> None:
@@ -76,7 +76,8 @@ class Live:
 
 
 class Loading:
-    """Shows how far a model is downloaded and loaded: the `Progress` of `minikv.models.load`.
+    """Shows the progress of downloading and loading a model: the `Progress` of
+    `minikv.models.load`.
 
     After `cancel`, which a signal handler may call, the next report raises Interrupted. A download
     runs in threads, which an exception in the main thread would not stop.
@@ -106,7 +107,7 @@ class Loading:
         self._terminal.note(self._terminal.words(line))
 
     def kernels(self) -> None:
-        """The kernels are about to be compiled. The progress of that is not known."""
+        """The kernels will be compiled now, without known progress."""
         line = "compiling the C kernels, once on this machine: ten seconds to half a minute"
         if self._terminal.live:
             self._terminal.status(line)
@@ -149,7 +150,7 @@ def duration(seconds: float) -> str:
     return "a long time"
 
 
-_LAST = 400  # characters that are remembered for the live line
+_LAST = 400  # characters that are stored for the live line
 
 
 class Thinking:
@@ -189,7 +190,7 @@ class Thinking:
         return f"{line}  {dots}{''.join(end)}"
 
     def end(self) -> None:
-        """Before the answer, or once it is known that none comes: leave the one line."""
+        """Call before the answer, or when there will be none: leaves the one line."""
         tokens, self.tokens = self.tokens, 0
         if not tokens:
             return

@@ -1,5 +1,4 @@
-"""Text for people: the statistics of a turn, strips of shades, the header of a chat, the table of
-policies."""
+"""Text for people: the statistics of a turn, strips of shades, the header of a chat."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def strip(values: Sequence[float], largest: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Whole percent, rounded down: 100% means all, up to one in a million, and 0% means nothing."""
+    """Whole percent, rounded down, except that 100% may lack one in a million."""
     whole = math.floor(100 * share + 1e-4)
     return "<1%" if share > 0 and whole < 1 else f"{whole}%"
 
@@ -93,12 +92,12 @@ def along(facts: Kept, width: int) -> str:
     return "\n".join(lines)
 
 
-_LISTED = 8  # documents up to which a chat begins with a line for each
+_LISTED = 8  # up to this many documents, a chat begins with a line for each
 _READ = {
-    "once": "only what was new was read",
+    "once": "only new tokens were read",
     "refresh": "the whole conversation was read again for this question",
-    "blind": "documents were read before the question, and what was evicted left then",
-    "recall": "chosen for this question from all that was read; only what is new was read",
+    "blind": "documents were read and evicted before the question",
+    "recall": "chosen for this question from all that was read; only new tokens were read",
 }
 
 
@@ -108,7 +107,7 @@ def stats(report: TurnReport) -> str:
 
 
 def figures(report: TurnReport) -> list[tuple[str, str]]:
-    """Everything that was measured about a turn: (topic, figures)."""
+    """All measurements of a turn: (topic, figures)."""
     tokens, kv, time, rate = report.tokens, report.kv_bytes, report.time_s, report.rate
     loss, memory = report.loss, report.device_mem
     shaped = ""
@@ -175,7 +174,7 @@ def _fidelity(lost: Fidelity) -> str:
     """ "from the kept tokens alone, the first would be 0.0031 nats off · attention output off by
     4.1%"."""
     if lost.kl_first_token is None:
-        return "not measured: no memory for it"
+        return "not measured: out of memory"
     text = f"from the kept tokens alone, the first would be {lost.kl_first_token:.2g} nats off"
     if lost.output_error_mean is not None:
         text += f" · attention output off by {100 * lost.output_error_mean:.1f}%"
@@ -185,8 +184,7 @@ def _fidelity(lost: Fidelity) -> str:
 
 
 def header(session: ChatSession, version: str, max_tokens: int) -> str:
-    """What a chat starts with: machine, model, what stays in memory, documents. max_tokens: of an
-    answer."""
+    """The first lines of a chat: machine, model, policy, documents. max_tokens: of an answer."""
     facts = session.facts
     at = f" @ {facts.revision[:12]}" if facts.revision else ""
     form = facts.dtype if facts.form == "plain" else f"{facts.form} in {facts.dtype}"
@@ -225,7 +223,7 @@ def policy_line(session: ChatSession) -> str:
 
 
 def _gaps(session: ChatSession) -> bool:
-    """Whether tokens were evicted, other than those outside of a layer's sliding window."""
+    """Whether tokens were evicted, other than those outside a layer's sliding window."""
     if not session.fed or session.report is None:
         return False
     windows = [w for w in session.engine.kv.shape.windows if w is not None]
@@ -234,7 +232,7 @@ def _gaps(session: ChatSession) -> bool:
 
 
 def toolbar(session: ChatSession, width: int) -> str:
-    """What the line editor shows below the line. What does not fit is left out, whole."""
+    """The line below the line editor. Items that do not fit are left out."""
     eviction, report = session.eviction, session.report
     used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
     held = [f"KV {size(report.kv_bytes.taken)}", *used] if report else used
@@ -252,7 +250,7 @@ def policy_words(report: TurnReport) -> str:
 
 
 def pair_words(policy: str, decode: object) -> str:
-    """The policy for prompts and the one for answers, if there is one."""
+    """The policy for prompts and the policy for answers, if there is one."""
     return policy if decode in (None, "none") else f"{policy}, then {decode}"
 
 
@@ -279,7 +277,7 @@ def _beside_full(report: TurnReport) -> str:
 
 
 def per_second(value: float | None) -> str:
-    """ " (41.7 tok/s)", or nothing where it was not measured."""
+    """ " (41.7 tok/s)", or "" if it was not measured."""
     return "" if value is None else f" ({value:,.1f} tok/s)"
 
 

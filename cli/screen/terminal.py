@@ -1,9 +1,9 @@
-"""The one place that knows the terminal and writes to it: answers to stdout, everything else to
-stderr, all of it filtered.
+"""The only module that writes to the terminal: answers to stdout, everything else to stderr, all of
+it filtered.
 
 Model output, documents, file names and library messages are not trusted: an escape sequence in them
-could set the window's title, fill the clipboard or hide text, and rich lets them through. So what
-is written goes through `text.clean`.
+could set the window's title, fill the clipboard or hide text, and rich lets it through. So all text
+goes through `text.clean`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Terminal:
         self.clock = monotonic
         self._status, self._drawn = False, 0.0  # whether there is a live line, and since when
         self._answer: Answer | None = None  # only on a terminal
-        self._held = ""  # newlines at the end of what an answer has so far
+        self._held = ""  # newlines at the end of the answer so far
 
     @property
     def screen(self) -> Screen:
@@ -80,8 +80,8 @@ class Terminal:
         return Screen(width, self.colour, rows if _is_tty(self.err) else 0)
 
     def open_keyboard(self) -> None:
-        """Until `close`, keep what is typed while no prompt is shown, without showing it. On a
-        plain terminal that is left to the terminal."""
+        """Until `close`, keep the keys that are typed while no prompt is shown, without showing
+        them. A plain terminal does that itself."""
         if not self.plain and _is_tty(self.err):
             self.keyboard = Keyboard(sys.stdin, self.err)
             self.keyboard.open()
@@ -94,8 +94,8 @@ class Terminal:
             self.keyboard = None
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """Around a question of minikv: what was typed before does not answer it, and is kept; on a
-        plain terminal it is dropped."""
+        """A context for a question of minikv: keys typed before do not answer it, and are kept, or
+        dropped on a plain terminal."""
         if self.keyboard:
             return self.keyboard.set_aside()
         with contextlib.suppress(termios.error, OSError):
@@ -104,8 +104,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer. On a terminal its Markdown is shown with styles. Keys are not echoed,
-        because that would move the text; they are kept for the next prompt."""
+        """A context for an answer. On a terminal its Markdown is shown with styles. Keys are not
+        echoed, because that would move the text; they are kept for the next prompt."""
         if self.plain or not _is_tty(self.out):
             with self.silent():
                 yield
@@ -131,7 +131,8 @@ class Terminal:
             self.clear_status()
 
     def answer(self, piece: str) -> None:
-        """Write a piece of the answer at once; newlines at its end only once more text follows."""
+        """Write a piece of the answer at once, but newlines at its end only when more text
+        follows."""
         self.clear_status()
         text = self._passed(piece)
         if self._answer is not None:
@@ -204,7 +205,7 @@ class Terminal:
 
     def copy(self, text: str) -> bool:
         """Ask the terminal to put text in the clipboard (OSC 52). False if there is no terminal
-        that takes escape sequences. The terminal does not say whether it complied."""
+        that takes escape sequences. The terminal does not report whether it complied."""
         if self.plain or not _is_tty(self.err):
             return False
         data = base64.b64encode(text.translate(DROPPED).encode()).decode()
@@ -212,8 +213,8 @@ class Terminal:
         return True
 
     def confirmed(self, question: str, *, yes: bool) -> bool:
-        """Whether the user agrees, with "y" or "yes", that something is removed. `yes`: do not
-        ask. Raises UsageError if standard input is not a terminal."""
+        """Whether the user agrees, with "y" or "yes", that something is removed. yes: do not ask.
+        Raises UsageError if standard input is not a terminal."""
         if yes:
             return True
         if not (_is_tty(sys.stdin) and _is_tty(self.err)):
@@ -226,13 +227,13 @@ class Terminal:
             return False
 
     def page(self, lines: Iterable[str]) -> None:
-        """Write lines to stderr as they are, with colours. The caller must have passed all text in
+        """Write lines with colours to stderr, unfiltered. The caller must have passed all text in
         them through `clean`."""
         self.clear_status()
         self._write(self.err, "".join(f"{line}\n" for line in lines))
 
     def think(self, text: str) -> None:
-        """Write text to stderr as it is, dimmed."""
+        """Write text to stderr without a newline, dimmed."""
         self.clear_status()
         self._write(self.err, self._styled(clean(text), "dim"))
 
@@ -258,7 +259,7 @@ class Terminal:
             self._write(self.err, "\r\x1b[K")
 
     def writable(self, text: str) -> str:
-        """`text` as stderr can show it, filtered."""
+        """`text` in the form that stderr can show, filtered."""
         return encodable(clean(text), _encoding(self.err))
 
     def _write(self, stream: TextIO, text: str) -> None:
@@ -280,11 +281,11 @@ class Terminal:
 
 
 def open_streams() -> None:
-    """Give a process that was started with closed standard streams working ones.
+    """Open standard streams that were closed when the process started.
 
-    A closed stdin reads as empty, a closed stderr discards everything. A closed stdout gives an
-    error, so that no answer is lost silently. Opened in this order, they get the numbers 0, 1 and
-    2, which a model file could get otherwise.
+    A closed stdin reads as empty, and a closed stderr discards everything. A closed stdout raises
+    an error, so that no answer is lost silently. Opened in this order, they get the numbers 0, 1
+    and 2, which a model file might get otherwise.
     """
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY))

@@ -1,4 +1,4 @@
-"""Text on a terminal: which characters are written, how many columns they take, where rows end.
+"""Text on a terminal: filters characters, counts their columns, and breaks rows.
 
 Everything is laid out as if all of Unicode could be written; a stream that takes less gets other
 signs when it is written to (`encodable`).
@@ -25,16 +25,16 @@ _DROPPED = (
     *range(0xD800, 0xE000),  # lone surrogates
     *range(0xE0000, 0xE0080),  # tags, invisible
 )
-# Signs that no one sees and that change the order or the ends of words, or are blank letters: LRM,
-# RLM, ZWSP, BOM, the soft hyphen, fillers of Hangul and the like. The joiners and variation
-# selectors of scripts and of emoji are none.
+# Invisible signs that change the order or the ends of words, or are blank letters: LRM, RLM, ZWSP,
+# BOM, the soft hyphen, fillers of Hangul and the like, but not the joiners and variation selectors
+# of scripts and of emoji.
 _UNSEEN = (
     *(0xAD, 0x34F, 0x61C, 0x17B4, 0x17B5, 0x180E, 0x200B, 0x200E, 0x200F),
     *range(0x2060, 0x2070),
     *(0x2800, 0x3164, 0xFEFF, 0xFFA0, 0xFFF9, 0xFFFA, 0xFFFB),
 )
 DROPPED: dict[int, str | None] = dict.fromkeys(_DROPPED)
-"""Control characters and bidi overrides, as `str.translate` removes them."""
+"""A table for `str.translate` that removes control characters and bidi overrides."""
 _FILTER = {**{code: f"\\u{code:04x}" for code in _UNSEEN}, **DROPPED}
 # minikv's own signs where a stream takes ASCII alone.
 _ASCII = str.maketrans(
@@ -53,17 +53,17 @@ _WORDS = re.compile(r"[ \t]+|[^ \t]+")
 
 
 def clean(text: str) -> str:
-    """`text` without control characters and bidi overrides. Unseen signs are \\u escapes.
+    """`text` without control characters and bidi overrides. Invisible signs become \\u escapes.
 
-    It removes single characters and does not look for escape sequences, because it would miss one
-    that is split over two tokens.
+    Removes single characters instead of escape sequences, because a sequence might be split over
+    two tokens.
     """
     return text.translate(_FILTER)
 
 
 def encodable(text: str, encoding: str) -> str:
-    """`text` as a stream with this encoding can write it: minikv's own signs have ASCII forms, the
-    rest is written as \\u escapes."""
+    """`text` in a form that this encoding supports: minikv's own signs have ASCII forms, other
+    characters become \\u escapes."""
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
@@ -109,18 +109,19 @@ def letters(text: str) -> list[str]:
 
 
 def padded(text: str, width: int, side: str = "<") -> str:
-    """`text` with blanks behind it, or, for the side ">", before it."""
+    """`text` followed by blanks, or, for the side ">", preceded by them."""
     blanks = " " * (width - cells(text))
     return blanks + text if side == ">" else text + blanks
 
 
 def cut(text: str, width: int) -> str:
-    """`text`, or as much of it as fits in `width` columns with a "…" behind it."""
+    """`text`, or as much of it as fits in `width` columns followed by "…"."""
     return text if cells(text) <= width else "".join([*fitting(letters(text), width - 1), "…"])
 
 
 def cut_middle(text: str, width: int) -> str:
-    """`text`, or as much of its begin and its end as fits in `width` columns with a "…" between."""
+    """`text`, or as much of its beginning and its end as fits in `width` columns with a "…"
+    between."""
     if cells(text) <= width:
         return text
     found = letters(text)
@@ -129,7 +130,7 @@ def cut_middle(text: str, width: int) -> str:
 
 
 def fitting(found: Sequence[str], width: int) -> Sequence[str]:
-    """The first of some letters, as many as fit in `width` columns."""
+    """As many of the first letters as fit in `width` columns."""
     used = accumulate(map(cells, found))
     return found[: sum(size <= width for size in used)]
 
@@ -168,7 +169,7 @@ def broken(text: str, width: int, *, less: int = 0, whole: bool = False) -> list
     """Where `text` breaks into rows of at most `width` columns: begin and end of each row.
 
     less: how many columns fewer all rows but the first have. whole: a word of ASCII letters is
-    never broken, also if it is wider than a row (paths, addresses, flags). A row keeps its trailing
+    never broken, even if it is wider than a row (paths, addresses, flags). A row keeps its trailing
     blanks, which do not count. Newlines belong to no row.
     """
     rows: list[tuple[int, int]] = []

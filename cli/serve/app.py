@@ -1,8 +1,7 @@
-"""The HTTP side of `minikv serve`: OpenAI's chat completions, whole and streamed, through
-starlette.
+"""The HTTP side of `minikv serve`: OpenAI's chat completions, whole and streamed, with starlette.
 
-A page in a browser must not reach a server that has no key, also where a name that is not ours
-leads to this machine (DNS rebinding). So the headers Host and Origin are checked first.
+A page in a browser must not reach a server without a key, even if a foreign name resolves to this
+machine (DNS rebinding). So the headers Host and Origin are checked first.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from minikv.errors import ContextError, UsageError
 from minikv.settings import Generation
 
 BODY = 8 << 20
-"""Bytes of a request's body; no supported model can read that much text."""
+"""The most bytes of a request's body; no supported model can read that much text."""
 BODY_S, SEND_S, QUIET_S = 60.0, 60.0, 10.0
-"""Seconds: in which a body must come, and a client must take what it is sent; and after which a
-stream without news gets a comment, so that nothing between takes it for dead."""
+"""In seconds: the time for a body to arrive, and for a client to take data; and the time after
+which a stream without news gets a comment, so that no proxy closes it."""
 RETRY_S = 5
 _ENDS = {"length": "length", "context": "length"}
-"""OpenAI's words for why an answer ended; else "stop"."""
+"""OpenAI's words for why an answer ended; otherwise "stop"."""
 
 
 class Failed(HTTPException):
-    """A request that gets an error. kind: OpenAI's type of error."""
+    """The error response to a request. kind: OpenAI's type of error."""
 
     def __init__(
         self,
@@ -98,7 +97,7 @@ def failed(error: Exception) -> Failed:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Refuses requests before `app` sees them: those of other sites' pages, and, where there is a
+    """Refuses requests before `app` sees them: those from other sites' pages, and, if there is a
     key, those without it."""
 
     app: ASGIApp
@@ -119,7 +118,7 @@ class Door:
             return Failed(403, "the header Host must be localhost, 127.0.0.1 or [::1]")
         same = origin in (f"http://{host}", f"https://{host}")
         if origin is not None and not same and not is_loopback(_name(origin.partition("//")[2])):
-            return Failed(403, "pages of other sites may not ask (the header Origin)")
+            return Failed(403, "pages of other sites are refused (the header Origin)")
         if not self.key or http.url.path == "/health":
             return None
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
@@ -136,7 +135,7 @@ def _name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host is this machine, and can be nothing else."""
+    """Whether a host name can only be this machine."""
     with suppress(ValueError):
         return ipaddress.ip_address(name).is_loopback
     return name == "localhost"
@@ -146,7 +145,7 @@ def is_loopback(name: str) -> bool:
 
 
 class Reply:
-    """Answers one request, an ASGI application. If its client leaves, the request is given up."""
+    """An ASGI application that answers one request, and cancels it if the client leaves."""
 
     def __init__(self, desk: Desk, request: Request) -> None:
         self._desk, self._request = desk, request
@@ -194,7 +193,7 @@ class Reply:
         self, events: asyncio.Queue[Event], scope: Scope, receive: Receive, send: Send
     ) -> None:
         first = await events.get()
-        if isinstance(first, Exception):  # it can still have a status
+        if isinstance(first, Exception):  # a status can still be sent
             await failed(first).response(scope, receive, send)
             return
         headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
@@ -206,7 +205,7 @@ class Reply:
         await send({"type": "http.response.body", "body": b""})
 
     async def _texts(self, first: Event, events: asyncio.Queue[Event]) -> AsyncIterator[str]:
-        """What a stream sends for each event."""
+        """The data that a stream sends for each event."""
         began, event = False, first
         while True:
             match event:
@@ -254,7 +253,7 @@ async def _gone(receive: Receive) -> None:
 
 
 def _within(send: Send) -> Send:
-    """`send`, which raises TimeoutError where the client takes nothing for long."""
+    """A `send` that raises TimeoutError if the client takes nothing for too long."""
 
     def sent(message: Any) -> Awaitable[None]:
         return asyncio.wait_for(_all(send(message)), SEND_S)
@@ -280,7 +279,9 @@ async def _body(http: Http) -> bytes:
                 if size > BODY:
                     raise _too_large()
     except TimeoutError:
-        raise Failed(408, f"the body did not come in {BODY_S:.0f} s", Connection="close") from None
+        raise Failed(
+            408, f"the body took over {BODY_S:.0f} s to arrive", Connection="close"
+        ) from None
     return b"".join(parts)
 
 
@@ -292,7 +293,7 @@ def _too_large() -> Failed:
 
 
 def application(desk: Desk, defaults: Generation, key: str) -> ASGIApp:
-    """The server's application. defaults: of what a request does not say. key: "" for none."""
+    """The server's application. defaults: for settings that a request omits. key: "" for none."""
     names, created = desk.conversations.names, int(time.time())
 
     def model(name: str) -> dict[str, object]:

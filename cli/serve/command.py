@@ -1,4 +1,4 @@
-"""`minikv serve`: take the address, load the model, then answer until Ctrl-C."""
+"""`minikv serve`: binds the address, loads the model, then answers until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings
 
 CONNECTIONS = 64
-"""At once; more get status 503."""
+"""The most connections at once; more get status 503."""
 GRACE_S = 3
-"""Seconds that a client has to take the end of its answer when the server ends."""
+"""Seconds that a client has to receive the end of its answer when the server stops."""
 HEAD, HEAD_S = 32 << 10, 10.0
-"""Bytes of a request's line and headers, and the seconds in which they must come."""
+"""The most bytes of a request's line and headers, and the seconds within which they must arrive."""
 
 
 def serve(
@@ -40,7 +40,7 @@ def serve(
     key: str,
     queue: int,
 ) -> None:
-    """Answer requests. Raises UsageError if the address cannot be had or needs a key."""
+    """Answer requests. Raises UsageError if the address cannot be used or needs a key."""
     terminal = call.terminal
     if not key and not is_loopback(host):
         raise UsageError(
@@ -48,7 +48,7 @@ def serve(
             "set MINIKV_API_KEY, or leave out --host",
         )
     if not key.isascii():
-        raise UsageError("an API key is ASCII: a header cannot bring other characters")
+        raise UsageError("an API key must be ASCII: a header cannot contain other characters")
     if "key" in call.given:
         terminal.warn("--api-key can be seen in the list of processes; MINIKV_API_KEY cannot")
     refuse_without_torch()
@@ -95,8 +95,8 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """Answers what `desk` answers. Ctrl-C ends all answers, and the server; a second one ends the
-    process at once."""
+    """Serves `desk`. Ctrl-C ends all answers and the server; a second one ends the process at
+    once."""
 
     def __init__(self, desk: Desk, generation: Generation, key: str) -> None:
         self._desk = desk
@@ -126,19 +126,19 @@ class Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """Closes a connection whose request does not begin, or not come to the end of its headers."""
+    """Closes a connection if no complete request headers arrive in time."""
 
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # else a client that does not read keeps its place
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # drops clients that do not read
             own = transport.get_extra_info("socket")
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SEND_S))
         self._late = self.loop.call_later(HEAD_S, self._close_unasked)
 
     def on_response_complete(self) -> None:
-        if self.conn.their_state is h11.SEND_BODY:  # it was answered before its body came
+        if self.conn.their_state is h11.SEND_BODY:  # it was answered before its body arrived
             self.transport.close()
         self._late = self.loop.call_later(HEAD_S, self._close_unasked)
         super().on_response_complete()
@@ -151,4 +151,4 @@ class _Protocol(H11Protocol):
 
     def _close_unasked(self) -> None:
         self._late = None
-        self.transport.abort()  # what it does not read would be waited for
+        self.transport.abort()  # `close` would wait for data that the client does not read

@@ -1,8 +1,8 @@
-"""One chat that serves many conversations, one answer at a time.
+"""Serves many conversations with one chat, one answer at a time.
 
-A request has its whole conversation. `Conversations` finds the one of a few that it continues, and
-the chat reads what is new in it (`ChatSession.follow`). `Desk` has requests wait for their turn,
-and answers them in one thread: OpenMP keeps a pool for every thread that computes.
+A request contains its whole conversation. `Conversations` finds the held conversation that it
+continues, and the chat reads only the new messages (`ChatSession.follow`). `Desk` queues requests,
+and answers them in one thread, because OpenMP keeps a pool for every thread that computes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from minikv.errors import Interrupted, MinikvError, UsageError
 from minikv.settings import Settings
 
 HELD = 3
-"""Conversations that are held beside the one in the cache."""
-_SHARE = 4  # they take at most one part in so many of the free memory
+"""The most conversations that are held in addition to the one in the cache."""
+_SHARE = 4  # they take at most a quarter of the free memory
 _AGAIN = 0.02  # seconds between two calls of `cancel`
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """How far a request is, for people: a stream brings it as a comment."""
+    """The progress of a request, which a stream sends as a comment."""
 
     line: str
 
@@ -46,7 +46,7 @@ class Piece:
 
 
 Event = News | Piece | Turn | Exception
-"""What happens to a request; the last is a Turn or an exception."""
+"""The events of a request; the last is a Turn or an exception."""
 Tell = Callable[[Event], object]
 
 
@@ -66,7 +66,7 @@ class Full(MinikvError):
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A conversation that is not in the cache. under: policy and budget, as requests name them."""
+    """A conversation that is not in the cache. under: policy and budget, as in requests."""
 
     text: str
     under: tuple[str, str]
@@ -80,7 +80,8 @@ class _Held:
 
 
 class Conversations:
-    """The conversations of a chat. names: of its model. log(line): tells the user of the server."""
+    """The conversations of a chat. names: those of its model. log(line): shows a line to the
+    server's user."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Conversations:
         self.session, self.names, self.log = session, names, log
         self._settings, self._eviction = settings, session.eviction
         self._under = ("", "")
-        self._held: list[_Held] = []  # the last used one comes last
+        self._held: list[_Held] = []  # the last used one is at the end
 
     def eviction(self, under: tuple[str, str]) -> EvictionConfig:
         """The policy and the budget of a request. Raises RequestError."""
@@ -106,8 +107,9 @@ class Conversations:
             raise RequestError(f"{error}", "model", "model_not_found", 404) from None
 
     def turn_to(self, request: Request) -> None:
-        """Make the chat's conversation the one of the request: that of which it shares the most
-        text, if that is at least half of it; else a new one. Raises UsageError."""
+        """Switch the chat to the request's conversation: the one with which it shares the most
+        text, if that is at least half of that conversation; otherwise a new one. Raises
+        UsageError."""
         session, under = self.session, eviction_of(request.model, self.names)
         eviction, text = self.eviction(under), _text(request.messages)
         session.check(eviction)
@@ -134,9 +136,9 @@ class Conversations:
         session.follow(request.messages[:-1])
 
     def _put_aside(self) -> None:
-        """Hold the conversation in the cache, if there is room for it."""
+        """Hold a copy of the conversation that is in the cache, if there is room for it."""
         session, room = self.session, self.session.recall.free()
-        if not session.turns:  # nothing was read, or it was given up
+        if not session.turns:  # nothing was read, or reading was cancelled
             session.recall.leave()
             return
         size = session.engine.kv.stats().held_bytes
@@ -153,7 +155,7 @@ class Conversations:
 
     def answer(self, request: Request, tell: Tell, left: Callable[[], bool]) -> Turn:
         """Answer a request, in this thread. left(): nobody waits for the answer any more. Raises
-        Stopping, and what `ask` raises."""
+        Stopping, and the errors of `ask`."""
         session = self.session
 
         def going_on() -> None:
@@ -162,7 +164,7 @@ class Conversations:
 
         def reads(done: int, total: int) -> None:
             going_on()
-            # What the cache or the disk already has is not part of the total.
+            # Tokens that the cache or the disk already has are not part of the total.
             new = "" if session.rereading else "new "
             tell(News(f"read {done} of {total} {new}tokens"))
 
@@ -197,7 +199,7 @@ class Conversations:
 
 
 class Desk:
-    """Answers requests one after another. most: so many may wait."""
+    """Answers requests one after another. most: how many may wait."""
 
     def __init__(self, conversations: Conversations, most: int) -> None:
         self.conversations, self.most = conversations, most
@@ -206,8 +208,8 @@ class Desk:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, request: Request, tell: Tell) -> asyncio.Task[None]:
-        """Answer a request when its turn comes; call `tell` with what happens. Cancelling the task
-        gives it up. Raises Full."""
+        """Answer a request when its turn comes; call `tell` with its events. Cancelling the task
+        cancels the request. Raises Full."""
         before = len(self._tasks)
         if before > self.most:
             raise Full(self.most)
@@ -245,11 +247,11 @@ class Desk:
             while not done.done():  # repeatedly, because a turn that begins ignores earlier calls
                 self.conversations.session.cancel()
                 await asyncio.wait([done], timeout=_AGAIN)
-            done.exception()  # or the loop would report it
+            done.exception()  # otherwise the loop would report it
             raise
 
     def stop(self) -> None:
-        """Give up all requests."""
+        """Cancel all requests."""
         for task in self._tasks:
             task.cancel()
 
@@ -259,8 +261,8 @@ class Desk:
 
 
 def record(turn: Turn) -> dict[str, object]:
-    """The cost of an answer, as OpenAI's usage has it, and as `--json` of the command line has it
-    under `minikv`."""
+    """The cost of an answer, in the form of OpenAI's usage, and under `minikv` in the form of
+    `--json`."""
     report, tokens = turn.report, turn.report.tokens
     prompt = tokens.prompt_reused + tokens.prompt_new
     return {
@@ -274,5 +276,5 @@ def record(turn: Turn) -> dict[str, object]:
 
 
 def _text(messages: Sequence[Message]) -> str:
-    """A conversation as one text, to compare it with others."""
+    """A conversation as one text, for comparing it with others."""
     return "".join(f"\0{message.role}\0{message.content}\0" for message in messages)

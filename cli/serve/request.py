@@ -1,7 +1,7 @@
-"""A request for an answer, as OpenAI's chat completions have it: read from JSON and checked.
+"""Reads a request in the form of OpenAI's chat completions from JSON, and checks it.
 
-What minikv does not do is refused in a sentence, not ignored, where leaving it out would change the
-answer. Keys that no one knows are ignored, because clients send many.
+Unsupported settings that would change the answer are refused in a sentence, not ignored. Unknown
+keys are ignored, because clients send many.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "tool_choice": _NO_TOOLS,
     "functions": _NO_TOOLS,
     "function_call": _NO_TOOLS,
-    "response_format": "minikv writes text, and checks no format",
+    "response_format": "minikv writes text, and enforces no format",
     "logprobs": _NO_PROBABILITIES,
     "top_logprobs": _NO_PROBABILITIES,
     "logit_bias": "minikv changes no single token's probability",
@@ -41,7 +41,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "web_search_options": "minikv does not use the network",
 }
 _STOPS = 16
-"""The most stop texts: each is looked for after every token."""
+"""The most stop texts, because each is searched for after every token."""
 _NOTHING: tuple[object, ...] = (
     None,
     False,
@@ -54,11 +54,11 @@ _NOTHING: tuple[object, ...] = (
     {"type": "text"},
     ["text"],
 )
-"""Values with which a key asks for nothing. For `n`, 1 does."""
+"""Values with which a key requests nothing; for `n`, also 1."""
 
 
 class RequestError(UsageError):
-    """A request that cannot be answered. param: the key; code: a word for programs."""
+    """A request cannot be answered. param: the key; code: a word for programs."""
 
     def __init__(self, message: str, param: str = "", code: str = "", status: int = 400) -> None:
         super().__init__(message)
@@ -67,8 +67,8 @@ class RequestError(UsageError):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request. messages: the last one is the question. seed: None if it names none. stream: the
-    answer is sent piece by piece; usage: then with its cost at the end."""
+    """A request. messages: the last one is the question. seed: None if it states none. stream: send
+    the answer piece by piece; usage: then with its cost at the end."""
 
     model: str
     messages: tuple[Message, ...]
@@ -79,7 +79,7 @@ class Request:
 
 
 def read(data: bytes, defaults: Generation) -> Request:
-    """The request in the body `data`. defaults: what it does not say. Raises RequestError."""
+    """The request in the body `data`. defaults: for settings that it omits. Raises RequestError."""
     try:
         refuse_many(data)
         body = json.loads(data)
@@ -113,8 +113,8 @@ def read(data: bytes, defaults: Generation) -> Request:
 
 
 def _generation(body: Mapping[str, Any], defaults: Generation) -> Generation:
-    """`defaults`, with what the body says. Its names are those of the flags; OpenAI has another one
-    for `max_tokens`."""
+    """`defaults`, overridden by the body. Its keys are the names of the flags; OpenAI has a second
+    one for `max_tokens`."""
     given = {name: body[name] for name in settings_of(Generation) if body.get(name) is not None}
     if body.get("max_completion_tokens") is not None:
         given["max_tokens"] = body["max_completion_tokens"]
@@ -151,7 +151,7 @@ def _message(given: object, where: str) -> Message:
         raise RequestError(f"{where} must be an object", where)
     role, content = given.get("role"), given.get("content")
     if given.get("tool_calls") or role in ("tool", "function"):
-        raise RequestError(f"{where} is of a tool: {_NO_TOOLS}", where, "unsupported_parameter")
+        raise RequestError(f"{where} is a tool's: {_NO_TOOLS}", where, "unsupported_parameter")
     if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
             f"{where}.role must be system, developer, user or assistant, got {quoted(role)}", where
@@ -178,8 +178,8 @@ def _part(part: object, where: str) -> str:
 
 
 def eviction_of(model: str, names: Sequence[str]) -> tuple[str, str]:
-    """The policy and the budget that a request's model asks for, as in NAME@adakv:512; "" for those
-    of the server. names: of the server's model. Raises RequestError."""
+    """The policy and the budget in a request's model name, as in NAME@adakv:512; "" for the
+    server's own. names: those of the server's model. Raises RequestError."""
     if model in names:
         return "", ""
     name, at, what = model.rpartition("@")

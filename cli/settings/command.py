@@ -1,4 +1,4 @@
-"""`minikv config`: a file with every key, changes of one, and every value in force."""
+"""`minikv config`: shows every value in use, writes a file with every key, and changes keys."""
 
 from __future__ import annotations
 
@@ -108,13 +108,15 @@ def unset(call: Call, key: Annotated[str, typer.Argument(help="a key of the file
 
 
 def _place(key: str) -> tuple[str, str]:
-    """The table and the key in it: `aliases.NAME`, where NAME may have dots, or a key of none."""
+    """The table of a key, "" if none, and the key in it; only `aliases.NAME`, where NAME may have
+    dots, has a table."""
     table, _, name = key.partition(".")
     return (table, name) if table == ALIASES and name else ("", key)
 
 
 def _write(table: str, name: str, value: Plain | None, terminal: Terminal) -> None:
-    """Set or, with None, remove a key of the user's own file, and say what wins over it."""
+    """Set or, with None, remove a key of the user's own file, and warn if another setting overrides
+    it."""
     path = Path(os.path.realpath(config_file()))  # a link to it stays a link
     shown, full = short(path), clean(f"{table}.{name}" if table else name)
     try:
@@ -122,7 +124,7 @@ def _write(table: str, name: str, value: Plain | None, terminal: Terminal) -> No
         document = tomlkit.parse(before)
         own: Any = document.setdefault(table, tomlkit.table()) if table else document
         if not isinstance(own, MutableMapping):
-            raise ValueError(f"{table} is no table")
+            raise ValueError(f"{table} is not a table")
         if value is None:
             name = name if name in own else name.lstrip("-").replace("-", "_")
             if isinstance(own.get(name, {}), MutableMapping):
@@ -142,13 +144,13 @@ def _write(table: str, name: str, value: Plain | None, terminal: Terminal) -> No
     key = f"{table}.{tomlkit.key(name).as_string()}" if table else name
     terminal.data(f"{key} removed" if value is None else f"{key} = {own[name].as_string()}")
     terminal.note(f"in {shown}")
-    with contextlib.suppress(UsageError):  # another file may be wrong
+    with contextlib.suppress(UsageError):  # another file may be invalid
         made = load()
         origin = (made.alias_files if table else made.origins(())).get(name, "default")
         if value is None and origin != "default":
             terminal.warn(f"{origin} still sets {full}")
         elif value not in ("", None) and origin != short(config_file()):
-            terminal.warn(f"{origin} sets {full}, too, and wins over it here")
+            terminal.warn(f"{origin} also sets {full}, and wins over it here")
 
 
 def template() -> str:

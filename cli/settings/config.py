@@ -1,6 +1,6 @@
-"""Settings from files and the environment, each with where it came from.
+"""Reads settings from files and the environment, each with its origin.
 
-A flag wins over MINIKV_* variables, those over ./minikv.toml, that over the user's config.toml, and
+A flag wins over MINIKV_* variables, these over ./minikv.toml, that over the user's config.toml, and
 that over the default. An unknown key in a file is an error, because a setting that silently has no
 effect is hard to notice.
 """
@@ -43,16 +43,16 @@ ALIASES = "aliases"
 PREFIX = "MINIKV_"
 _LIMIT = 64 << 10  # bytes of a file
 _DOTS = 2000
-"""The most dots of a file: of a key with n parts, tomllib keeps n keys of up to n parts."""
+"""The most dots in a file: for a key with n parts, tomllib stores n keys of up to n parts."""
 _OTHERS = (paths.HOME, "MINIKV_NATIVE", "MINIKV_API_KEY")
-"""Variables that are no settings; see `kernels.native.build` and `minikv serve`."""
+"""Variables that are not settings; see `kernels.native.build` and `minikv serve`."""
 SAVED = "Saved chats"
 """A panel of --help-all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """What a command reads and shows, whatever it computes."""
+    """Settings for what a command reads and shows, not for what it computes."""
 
     encoding_errors: str = setting(
         "strict",
@@ -75,7 +75,7 @@ class Interface:
     )
     thoughts: str = setting(
         "fold",
-        "of what a reasoning model writes before its answer, show all (show), the end while it is "
+        "of a reasoning model's thoughts, show all (show), the end while they are "
         "written and then one line (fold), or nothing (hide)",
         OUTPUT,
         commands=("ask", "chat"),
@@ -99,14 +99,14 @@ class Interface:
 SETTINGS: Mapping[str, Setting] = {
     name: one for name, one in settings_of(Settings, Generation, Interface).items() if one.in_file
 }
-"""What a file or a variable may set, by key. The defaults are those of the flags."""
+"""The settings that a file or a variable may set, by key. The defaults are those of the flags."""
 
-_TABLES = (ALIASES, "loaders")  # of commands, one per extension, that turn a file into text
+_TABLES = (ALIASES, "loaders")  # loaders: commands, one per extension, that turn a file into text
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A setting and where it came from: a variable or a file."""
+    """A setting's value and its origin: a variable or a file."""
 
     value: Plain
     origin: str
@@ -114,7 +114,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """What files and variables say. `alias_files`: which file has each alias. `notes` are warnings
+    """The settings from files and variables. alias_files: the file of each alias. notes: warnings
     to show."""
 
     values: Mapping[str, Value] = field(default_factory=dict)
@@ -124,17 +124,17 @@ class Config:
     alias_files: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Plain:
-        """A setting as a variable, a file or the flag's default has it."""
+        """The value of a setting from a variable, a file or the flag's default."""
         return self.values[name].value if name in self.values else SETTINGS[name].default
 
     def model(self, name: str | None) -> str | None:
-        """What --model means: an alias means its model; an empty name, and the name that
-        minikv itself shows, mean the bundled one."""
+        """The model for a value of --model: an alias means its model; an empty name, and the name
+        that minikv itself shows, mean the bundled one."""
         name = self.aliases.get(name, name) if name else None
         return None if name == BUNDLED and not Path(name).is_dir() else name
 
     def origins(self, given: Collection[str]) -> dict[str, str]:
-        """Where each setting's value came from; `given`: parameters typed on the command line."""
+        """The origin of each setting's value. given: parameters typed on the command line."""
         return {
             name: setting.flag
             if name in given
@@ -190,7 +190,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
 
 
 def user_file() -> Path | None:
-    """The user's own file, there or not; None if there is no home directory."""
+    """The path of the user's own file, which need not exist; None if there is no home directory."""
     try:
         return paths.config_file()
     except UsageError:
@@ -198,7 +198,7 @@ def user_file() -> Path | None:
 
 
 def short(path: Path) -> str:
-    """A path for people: below home with a tilde."""
+    """A path for people, with a tilde for the home directory."""
     home = os.environ.get("HOME")
     if home and path.is_relative_to(home) and home != "/":
         return clean(f"~/{path.relative_to(home)}")
@@ -212,13 +212,14 @@ def given(context: typer.Context) -> set[str]:
 
 
 def install(context: typer.Context, config: Config) -> None:
-    """Make `config` the defaults of the command below `context`, and its object."""
+    """Make `config` the source of the defaults of the command below `context`, and the context's
+    object."""
     command = context.invoked_subcommand or ""
     below = getattr(context.command, "commands", {}).get(command)
     defaults = {
         name: value.value
         for name, value in config.values.items()
-        if value.value != ""  # the same as saying nothing
+        if value.value != ""  # the same as no value
         and name in [one.name for one in (below.params if below else ())]
         and command in (SETTINGS[name].commands or (command,))
     }
@@ -242,19 +243,19 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
         data = file.read(_LIMIT + 1)
     if len(data) > _LIMIT:
         raise UsageError(f"{shown} is larger than {_LIMIT >> 10} KiB")
-    import tomllib  # most people have no such file, and it is slow to import
+    import tomllib  # most people have no such file, and the import is slow
 
     try:
         text = data.decode("utf-8-sig")
         if text.count(".") > _DOTS:
             raise UsageError(
                 f"{shown} has more than {_DOTS:,} dots",
-                'a long text can be in a file of its own: system = "@FILE"',
+                'a long text can be in its own file: system = "@FILE"',
             )
         return tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise UsageError(f"{shown} is not valid UTF-8: byte {error.start:,}") from None
-    except (ValueError, RecursionError) as error:  # a number of 5,000 digits is a ValueError alone
+    except (ValueError, RecursionError) as error:  # e.g. for a number of 5,000 digits
         raise UsageError(
             f"{shown} is not valid TOML: {clean(str(error))}",
             'for example: budget = "20%", or temperature = 0.7',
@@ -271,5 +272,5 @@ def _table(value: object, where: str) -> dict[str, str]:
 
 
 def nearest(key: str, known: Iterable[str]) -> str:
-    """A hint at the key that was meant."""
+    """A hint about the key that was probably meant."""
     return f"{guess(key, known)}`minikv config init` writes a file with all keys"

@@ -1,4 +1,4 @@
-"""Make the flags of a command from settings classes, and settings from what was typed.
+"""Makes the flags of a command from settings classes, and settings from typed values.
 
 A command is a function with a parameter `settings: Settings` (and `generation: Generation`,
 `interface: Interface`); typer sees a flag for every field instead.
@@ -26,7 +26,7 @@ from minikv.errors import UsageError
 from minikv.settings import CACHE, Setting, settings_of, spelled
 
 MODEL = "model revision offline device dtype weights"
-"""The settings that say which model is loaded, where and in which format."""
+"""The settings that determine which model is loaded, where and in which format."""
 
 
 def list_of(name: str, default: str) -> Setting:
@@ -36,7 +36,7 @@ def list_of(name: str, default: str) -> Setting:
 
 class Only:
     """In `Annotated[Settings, Only("model device")]`: the fields that the command has as flags, in
-    this order. `changed` settings replace those of the same name in the class."""
+    this order. changed: settings that replace those of the same name in the class."""
 
     def __init__(self, names: str, *changed: Setting) -> None:
         self.names = names.split()
@@ -45,8 +45,8 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What every command gets. given: the parameters that were typed. values: every setting, as a
-    flag, a variable, a file or its default has it."""
+    """An argument of every command. given: the parameters that were typed. values: every setting,
+    from a flag, a variable, a file or its default."""
 
     terminal: Terminal
     config: Config
@@ -57,8 +57,8 @@ class Call:
 def command(run: Callable[..., None]) -> Callable[..., None]:
     """`run` as a function for typer: without its first parameter `call: Call`, and with a flag for
     each field of its dataclasses: those of settings, and others whose fields are annotated with
-    typer's options. Errors become a line and an exit code. It does not run where a command below
-    it does."""
+    typer's options. Errors become a line and an exit code. It does not run if a subcommand
+    runs."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
     groups: dict[str, tuple[type, Mapping[str, Setting]]] = {}
@@ -92,9 +92,9 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             return
         terminal = Terminal(quiet=typed.get("quiet", False), plain=typed.get("plain", False))
         debug = typed.get("debug", False)
-        if not terminal.live:  # the hub library reads this when it is imported
+        if not terminal.live:  # the hub library reads this when imported
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        if not debug:  # it logs every attempt; the last one is our error
+        if not debug:  # it logs every attempt; our own error reports the last one
             os.environ.setdefault("HF_HUB_VERBOSITY", "error")
         with guard(terminal, debug=debug):
             _check_cwd_exists()
@@ -109,7 +109,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
                 typed[name] = kind(**read)
             run(call, **typed)
 
-    # A paragraph of its docstring is a line: typer would keep some of the line ends.
+    # Join the lines of each paragraph of its docstring: typer would keep some of the line ends.
     paragraphs = (inspect.getdoc(run) or "").split("\n\n")
     called.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     called.__name__ = run.__name__
@@ -128,19 +128,19 @@ def flag(name: str, help: str, panel: str | None = None, **how: Any) -> Any:
 
 
 def json_flag(what: str) -> Any:
-    """A switch --json; `what` says what it prints."""
+    """A switch --json. what: the description of its output."""
     return flag("--json", f"print {what}")
 
 
 def alone(run: Callable[..., None]) -> typer.Typer:
-    """The app of a command without others below it."""
+    """The app of a command without subcommands."""
     app = typer.Typer(rich_markup_mode="rich", add_completion=False)
     app.command()(command(run))
     return app
 
 
 def group(help: str, *, no_args_is_help: bool = False) -> typer.Typer:
-    """An app with commands below it."""
+    """An app with subcommands."""
     return typer.Typer(
         cls=Group,
         rich_markup_mode="rich",
@@ -156,7 +156,7 @@ Yes = Annotated[bool, flag("--yes -y", "do not ask")]
 
 def _check_cwd_exists() -> None:
     """Raise UsageError if the current directory was deleted: relative names mean nothing there, and
-    torch's library would end the process."""
+    torch's library would abort the process."""
     try:
         os.getcwd()
     except OSError as error:

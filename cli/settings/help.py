@@ -29,9 +29,9 @@ _WORDS = {
 
 
 class Later(TyperCommand):
-    """A command whose flags are imported only when it runs or shows its help. Until then
-    it is a line in the list of commands. Its function returns the app with its flags, or with the
-    commands below it."""
+    """A command whose flags are imported only when it runs or shows its help. Until then it is a
+    line in the list of commands. Its function returns the app with its flags, or with its
+    subcommands."""
 
     def imported(self) -> Command:
         """The command itself."""
@@ -93,7 +93,7 @@ def _prepare(command: Command, ctx: Context) -> None:
         if hidden:
             whole = copy(shown)  # --help-all, made like the command's --help
             others = f"{hidden} flags" if hidden > 1 else "flag"
-            whole.name, whole.opts, whole.help = _NAME, [ALL], f"show the other {others}, too"
+            whole.name, whole.opts, whole.help = _NAME, [ALL], f"also show the other {others}"
             whole.callback = _show_all
             command.params.append(whole)
 

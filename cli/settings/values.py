@@ -1,6 +1,6 @@
-"""Values as flags take them (lists with commas, pairs, numbers of tokens), as they are shown, and
-as Tab completes them; and messages of the runtime, which name what to do in Python, as the command
-line says it. Only the options of policies load torch.
+"""Parses, shows and completes values of flags (lists with commas, pairs, numbers of tokens), and
+rewrites the Python remedies in messages of the runtime as flags and commands. Only the options of
+policies load torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def listed(values: Mapping[str, str], origins: Mapping[str, str]) -> list[str]:
 
 
 def text(value: object) -> str:
-    """A value as a file would have it, a text without quotes."""
+    """A value in the form of a file, but a text without quotes."""
     if isinstance(value, tuple):
         return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)
@@ -168,7 +168,7 @@ def tasks(incomplete: str) -> list[str]:
 
 def saved(incomplete: str = "") -> list[str]:
     """The saved chats, the newest first."""
-    from minikv.cli.saved.listing import listing  # --help needs no chats
+    from minikv.cli.saved.listing import listing  # late: --help needs no chats
 
     with contextlib.suppress(UsageError):
         return [entry.name for entry in listing()]

@@ -102,7 +102,7 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
         (None, ["unset", "aliases.x"], "aliases.x is not set in"),
         ("[loaders]\ndocx = 'p'\n", ["unset", "loaders"], "loaders is not set in"),
         ("a = = 1\n", ["set", "seed", "3"], "is not valid TOML"),
-        ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is no table\n  edit it by hand"),
+        ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is not a table\n  edit it by hand"),
     ],
     ids=str,
 )
@@ -139,7 +139,7 @@ def test_set_and_unset_say_what_else_sets_it(file: Path, monkeypatch: pytest.Mon
     invoke("config", "set", "max-tokens", "3")
     monkeypatch.setenv("MINIKV_SEED", "5")
     Path("minikv.toml").write_text("top_k = 3\n")
-    told = "! MINIKV_SEED sets seed, too, and wins over it here"
+    told = "! MINIKV_SEED also sets seed, and wins over it here"
     assert told in invoke("config", "set", "seed", "3").stderr
     assert "! ./minikv.toml sets top_k" in invoke("config", "set", "top_k", "4").stderr
     assert invoke("config", "unset", "max-tokens").stdout == "max_tokens removed\n"

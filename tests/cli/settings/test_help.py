@@ -62,7 +62,7 @@ def test_help_is_short_and_help_all_is_complete(path: tuple[str, ...]) -> None:
     if "--help-all" not in text:
         assert {flag for flag in flags if flag not in text} == set()
         return
-    hidden = re.search(r"--help-all +show the other (?:(\d+) flags|flag), too", text)
+    hidden = re.search(r"--help-all +also show the other (?:(\d+) flags|flag)", text)
     assert hidden is not None
     whole = shown(*path, "--help-all")
     assert re.findall(r"<[^ >]*>", whole) == []
