@@ -71,7 +71,7 @@ _COMMANDS = (
     ("plan", "plan:plan", None, "will it fit in memory? and what to do if not"),
     ("doctor", "doctor:doctor", None, "what this machine offers, and a self-test"),
     ("policies", "policies_command:policies", _MORE, "the eviction methods, one line each"),
-    ("bench", "arguments:bench", _MORE, "speed of steps and prompts, beside other systems"),
+    ("bench", "arguments:bench", _MORE, "speed of steps and prompts, compared with other systems"),
     ("config", "settings.command:config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "models_command:models", None, "list, download and remove models"),
     ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),

@@ -191,7 +191,7 @@ def _with_packed(models: Sequence[Model]) -> list[Model]:
         there = bool(folder) and os.path.isdir(folder)
         weights = Path(folder).glob("*.safetensors") if there else ()
         total = sum(path.stat().st_size for path in weights if path.is_file())
-        state = "in a folder of its own" if there else "gone; packed weights only"
+        state = "in its own folder" if there else "gone; packed weights only"
         found.append(Model(name, total, state, folder, packed))
     return found
 

@@ -36,7 +36,7 @@ def large(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def alone(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU in a mapping of its own, whatever its size; on Linux."""
+    """A tensor on the CPU in its own mapping, whatever its size; on Linux."""
     size = math.prod(shape) * dtype.itemsize
     if not size:
         return torch.empty(tuple(shape), dtype=dtype)

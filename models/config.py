@@ -854,7 +854,7 @@ convolutions in place of attention: lfm2 lfm2_moe
 soft-capped attention: gemma2
 another normalisation and activation: gemma gemma3_text gemma4_text
 an image model around a text model with another normalisation: gemma3 gemma3n gemma4
-an image model around a text model that attends to images in layers of their own: mllama
+an image model around a text model that attends to images in separate layers: mllama
 an image model around a mixture of experts: llama4
 an image model: llava llava_next qwen2_vl qwen2_5_vl qwen3_vl idefics3 smolvlm phi4mm internvl
 layers that differ in shape: nemotron-nas

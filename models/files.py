@@ -339,7 +339,7 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
     if containers > _CONTAINERS or items > _ITEMS or pairs > _PAIRS:
         raise CorruptModel(
             f"{name}: {containers:,} lists and objects, {items:,} items and {pairs:,} pairs: no "
-            "model has so many"
+            "model has that many"
         )
     try:
         text = data.decode("utf-8-sig")

@@ -288,7 +288,7 @@ def _matrix(
     codes_in = parts[layout.codes]
     for tail in (layout.scale, layout.zero if layout.turned else layout.scale):
         if tail not in parts:
-            raise _bad(codes_in, f"is quantised, and there is no {tail} beside it")
+            raise _bad(codes_in, f"is quantised, but {tail} is missing")
     scales, zeros, order = parts[layout.scale], parts.get(layout.zero), parts.get(layout.tiles)
     four = layout.scale == "weight.absmax"  # bitsandbytes
     _checked(codes_in, *(("U8",) if four else ("I32",) if layout.packed else ("I8", "F8_E4M3")))
@@ -397,7 +397,7 @@ def _four_bits(parts: Mapping[str, Entry], rows: int, columns: int) -> tuple[_Pa
     state = next((tail for tail in parts if ".quant_state." in tail), "weight.quant_state")
     twice = ("weight.nested_quant_map", "weight.nested_absmax") if absmax.dtype == "U8" else ()
     for tail in (state, "weight.quant_map", *twice):
-        _must(tail in parts, entry, f"is quantised, and there is no {tail} beside it")
+        _must(tail in parts, entry, f"is quantised, but {tail} is missing")
     _must(parts[state].size < 1 << 16, parts[state], "is too large")
     text = bytes(_read(_checked(parts[state], "U8")).numpy())
     facts = {"nested_blocksize": 256, "nested_offset": 0.0, **parse_json(text, parts[state].name)}

@@ -221,8 +221,8 @@ def _take_up(
     count = len(session.turns)
     turns, under = amount(count, "turn"), session.eviction.pair
     asked = cut(" ".join(session.turns[-1].question.split()), _ASKED) if count else ""
-    where = f"in chat {name}" if name != LAST else f'under {under}, behind "{asked}"'
-    terminal.note(f"{where}, after {turns}")
+    where = f"in chat {name}" if name != LAST else f'under {under}, after "{asked}"'
+    terminal.note(f"{where} ({turns})")
     for line in changes(session.documents + session.pending):
         terminal.warn(line)
     attach(session, texts, terminal)
@@ -279,7 +279,7 @@ def _say_what_is_gone(report: TurnReport, terminal: Terminal) -> None:
     gone = tokens.evicted_total / tokens.seen_total if tokens.seen_total else 0.0
     if report.against_full.same is None and min(gone, kv.saved) >= _MOST:
         terminal.warn(
-            f"{percent_saved(gone)} of what was read was evicted ({tokens.kept_mean:,.0f} of "
+            f"{percent_saved(gone)} of the tokens read were evicted ({tokens.kept_mean:,.0f} of "
             f"{tokens.seen_total:,} tokens per head kept): the answer may miss something; a larger "
             "--budget keeps more"
         )

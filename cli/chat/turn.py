@@ -97,7 +97,7 @@ def run_turn(
         if session.rereading:
             live.label = "reading all again (Ctrl-C: answer without)"
         elif session.scoring:
-            live.label = "scoring what was read"
+            live.label = "scoring the text"
         live(done, total)
 
     ask = partial(session.ask, question, **asdict(generation), progress=progress)

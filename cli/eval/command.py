@@ -306,7 +306,7 @@ def _check(asked: Evaluation, wanted: Sequence[str], reuses: Sequence[str], shor
     for name in _made(asked, wanted):
         if asked.haystack and name in CHATS:
             hint = "--haystack can be combined with needle and facts, and their agree, kl and ppl"
-            raise UsageError(f"the task {name} is about a world of its own", hint)
+            raise UsageError(f"the task {name} makes its own documents", hint)
         least = CHATS[name].least if name in CHATS else 0 if name == "needle" else tasks.LEAST
         if shortest < least:
             raise UsageError(

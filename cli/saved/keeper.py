@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Keeper:
     """Saves one chat at a time, and opens saved ones. An open chat is locked. name: the chat's.
     saved: whether a save has succeeded in this run. asks: a loaded `LAST` is saved under that name
-    again; otherwise it continues under a name of its own."""
+    again; otherwise it continues under its own name."""
 
     def __init__(self, terminal: Terminal, *, active: bool = True, asks: bool = False) -> None:
         self.active, self.saved, self._asks = active, False, asks

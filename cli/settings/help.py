@@ -42,7 +42,7 @@ class Later(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands of an app, with this --help. An app inside it must have this class, too."""
+    """The commands of an app, with this --help. An app inside it must also have this class."""
 
     def whole(self, name: str) -> Command:
         """The command of that name, with its flags. Raises KeyError."""

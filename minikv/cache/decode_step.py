@@ -91,7 +91,7 @@ class DecodeStep:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside the arena."""
+        """Bytes held in addition to the arena."""
         return self.eviction.nbytes
 
     # -- a step -------------------------------------------------------------------------------

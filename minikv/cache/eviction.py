@@ -140,7 +140,7 @@ class Eviction:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beside the arena."""
+        """Bytes held in addition to the arena."""
         rows = self._kept
         used = () if rows is None else (rows.length, rows.index, rows.live)
         return sum(one.nbytes for one in (*self.held, *used))

@@ -178,7 +178,7 @@ class KVCache:
         """Pin the first `rows` positions of the conversation: they are never evicted. Before the
         first prompt only.
 
-        Raises UsageError if the budget leaves no room beside them.
+        Raises UsageError if the budget leaves no rows for other tokens.
         """
         assert self.position == 0
         if self.rules.budget is not None and self.rules.budget.unit == "rows":
@@ -220,7 +220,7 @@ class KVCache:
         prompt, too).
 
         room: rows per head to allocate for the answer if there is no step policy. asks: the prompt
-        only asks about what was read before. turn_tokens: how many of the last tokens belong to the
+        only asks about earlier text. turn_tokens: how many of the last tokens belong to the
         last turn; by default all. Waits for the device. Raises UsageError for a budget that is too
         small, and ContextError where no position is left for a second pass. After an error, also
         for lack of memory, nothing has changed.

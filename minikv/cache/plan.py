@@ -56,7 +56,7 @@ class Prompt:
     pinned: positions below it are never evicted.
     given: how many tokens at the beginning of the prompt are not read, because the tier has (or
         would have) their rows. These rows compete with the others.
-    asks: the prompt only asks about what was read before.
+    asks: the prompt only asks about earlier text.
     turn_tokens: how many of the last tokens belong to the last turn (None: all). Earlier queries
         are not observed: the last answer's queries would keep the rows that this answer needed.
     """

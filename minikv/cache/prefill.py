@@ -1,8 +1,8 @@
 """Reads a prompt: layer by layer, new rows are staged, attended to exactly, scored and compacted.
 
-Peak memory is one layer's keys and values beside the cache: the next layer uses the same buffers.
-The rows that stay are written to another arena, the target. The arena from before the prompt is
-never changed, so a prompt is undone by dropping its target.
+Peak memory is one layer's keys and values in addition to the cache: the next layer uses the same
+buffers. The rows that stay are written to another arena, the target. The arena from before the
+prompt is never changed, so a prompt is undone by dropping its target.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Rules:
     ) -> Sequence[Repeat]:
         """The texts of the second pass over a prompt with these ids at this position. each: the
         budget in rows per head. most: the context of the network, in tokens. asks: the prompt only
-        asks about what was read before.
+        asks about earlier text.
 
         Empty if the policy has no second pass. Also empty if the prompt (unless it `asks`, with all
         tokens before it) takes at most half of the budget: rows that always fit need no score.

@@ -408,5 +408,5 @@ _HINT = '`reuse="auto"` with a tier makes that possible for the next answer'
 def _why_not(recall: Recall) -> str:
     """Why an answer cannot be verified."""
     if recall.tier is None or not recall.tokens:
-        return f"no tier has what was read{f' ({recall.why})' if recall.why else ''}"
+        return f"no tier has the text{f' ({recall.why})' if recall.why else ''}"
     return "the tier no longer has its question"

@@ -124,7 +124,7 @@ class PromptPlan:
     cache. pinned: with `anew`, how many first positions are never evicted. recalled: the only part
     is the whole conversation, and the tier provides its first `given` tokens. begins: the position
     at which the last turn begins, if the only part is the whole conversation. asks: the last part
-    only asks about what was read before it. why: a line for the user. auto: `auto` chose this, so
+    only asks about earlier text. why: a line for the user. auto: `auto` chose this, so
     `why` is shown once and not with each question. instead: the plan if the user stops the
     rereading; None if nothing is read again, or if only this plan fits.
     """

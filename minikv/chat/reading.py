@@ -227,7 +227,7 @@ class Reader:
                 f"questions; {policy}: {line}"
             )
         else:
-            yield f"{policy} scores what is read by having it repeated: {line}"
+            yield f"{policy} has the model repeat the text to score it: {line}"
 
 
 def wording(tokenizer: Tokenizer, template: Template) -> Wording:

@@ -325,7 +325,7 @@ class Recall:
                 yield from self._remember(self.store, ids, about)
         except (TierError, UsageError, OSError) as error:
             self.leave()
-            yield f"what is read is not remembered: {error}"
+            yield f"this text is not remembered for later chats: {error}"
 
     def _unused(self, store: Store, ids: Sequence[int], why: str) -> None:
         if (found := store.find(self.header, ids)) is not None:
@@ -341,7 +341,7 @@ class Recall:
         if self._becomes and (no := store.room(need)):
             self._becomes = False
             if first:
-                yield f"what is read is not remembered: {no}"
+                yield f"this text is not remembered for later chats: {no}"
         try:
             if not self._becomes and have <= had:
                 return
@@ -358,7 +358,7 @@ class Recall:
             self.say(f"{have:,} of {len(ids):,} tokens were read before")
         elif first:
             self.say(
-                f"what is read is kept for later chats: {size(need)} in {store.folder}; "
+                f"this text is remembered for later chats: {size(need)} in {store.folder}; "
                 '`remember="off"` keeps nothing'
             )
 

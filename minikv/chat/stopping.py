@@ -237,13 +237,13 @@ class Guard:
     def _refusal(self, first: _Hold | None) -> UsageError:
         if first is None or first.pieces is None:
             return UsageError(
-                "another thread is using this chat", "load a chat of its own for each thread"
+                "another thread is using this chat", "load a separate chat for each thread"
             )
         to = f" to {clipped(self.question, 40)!r}" if self.question else ""
         return UsageError(
             f"the answer{to} is not finished",
             "take the rest of its pieces, close() its iterator, or call `chat.finish()`; another "
-            "thread needs a chat of its own",
+            "thread needs its own chat",
         )
 
 

@@ -86,7 +86,7 @@ class Engine:
 
         `progress(done, total)` is called between chunks, in tokens, and may raise; a second pass
         counts too. After any error, the cache is as it was before. room: expected tokens of the
-        answer. asks: the prompt only asks about what was read before. turn_tokens: how many of the
+        answer. asks: the prompt only asks about earlier text. turn_tokens: how many of the
         last tokens belong to the last turn, if earlier turns are read again with it. Raises
         ContextError if too few positions are left, NumericsError if the logits are not finite,
         UsageError if the budget is too small.

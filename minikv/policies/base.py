@@ -63,7 +63,7 @@ class PromptView:
         unless `Evidence.sentences`, or if the cache was not told.
     peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
         from before it; None if there was none.
-    asks: the prompt only asks about what was read before. ops: the kernels.
+    asks: the prompt only asks about earlier text. ops: the kernels.
     earlier: how many of the first rows may be out of order; the others follow in order of position.
         None: all.
     shared: results that a policy computed for an earlier layer of the prompt and reuses, by a key

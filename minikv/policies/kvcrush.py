@@ -30,7 +30,7 @@ class KVCrush(Selector):
     """Uses the share `ratio` of each head's free budget for representatives."""
 
     name = "kvcrush"
-    summary = "representatives beside the best tokens"
+    summary = "representatives and the best tokens"
 
     ratio: float = option(0.25, "share of the free budget for representatives", (0.0, 1.0))
     bits: str = option(

@@ -125,7 +125,7 @@ class KVzip(Scorer):
         "the hidden state",
         "in a layer with a sliding window a repeat scores only the tokens that it still sees",
         "the request is the release's for every model. The bundled one never learned to obey it, "
-        "but attends to what it is fed again all the same",
+        "but still attends to the text that is fed again",
     )
 
 

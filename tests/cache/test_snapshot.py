@@ -182,7 +182,7 @@ def test_a_cache_of_another_network_or_policy_is_not_taken() -> None:
     ):
         other.prompt(ids(90))
         stats = other.kv.stats()
-        with pytest.raises(ValueError, match="not one of this network"):
+        with pytest.raises(ValueError, match="belongs to another network"):
             put_back(other.kv, held)
         assert other.kv.stats() == stats
         assert other.step(3).isfinite().all()
@@ -194,7 +194,7 @@ def test_a_cache_that_claims_more_room_than_any_has_is_not_taken() -> None:
     run.prompt(ids(90))
     held = run.kv.snapshot()
     region = (*held.region[:-1], 1 << 40)
-    with pytest.raises(ValueError, match="not one of this network"):
+    with pytest.raises(ValueError, match="belongs to another network"):
         put_back(run.kv, replace(held, region=region))
     put_back(run.kv, held)
 
@@ -288,7 +288,7 @@ def test_a_head_with_rows_of_another_ones_segment_is_refused(held: CacheSnapshot
     record = json.loads(json.dumps(held.record()))
     one, more = record["length"][0], record["capacity"][0][0] - record["length"][0][0] + 1
     one[0], one[1] = one[0] + more, one[1] - more
-    with pytest.raises(ValueError, match="outside of its segment"):
+    with pytest.raises(ValueError, match="outside its segment"):
         CacheSnapshot.read(record, held.columns)
 
 

@@ -366,7 +366,7 @@ def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("minikv.cli.chat.turn.Live.__call__", shown)
     run_turn(session, "Who?", Generation(max_tokens=4), Terminal(), Interrupts(), show=False)
-    assert list(dict.fromkeys(labels)) == ["reading", "scoring what was read"]
+    assert list(dict.fromkeys(labels)) == ["reading", "scoring the text"]
 
 
 # -- in a file -------------------------------------------------------------------------------------

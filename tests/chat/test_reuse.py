@@ -302,7 +302,7 @@ def test_commands_in_a_chat(tmp_path: Path) -> None:
         "tokens read again",
         "/refresh takes nothing",
         "reuse blind /set",
-        "what was read stays as it is; /clear reads it again, and evicts before any question",
+        "text read so far stays as it is; /clear reads it again, and evicts before any question",
         "reuse must be one of auto, recall, refresh, once, blind, got 'never'",
     ):
         assert text in err, text

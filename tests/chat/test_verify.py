@@ -148,7 +148,7 @@ def test_what_cannot_be_verified_says_why() -> None:
     assert verified(coded).complete
     plain = chat(reuse="once")
     list(plain.ask("Who?", 4))
-    with pytest.raises(UsageError, match="no tier that has what was read"):
+    with pytest.raises(UsageError, match="no tier has the text"):
         list(plain.verify())
     session, other = asked("Who?", "Why?"), recalling()
     snapshot = session.snapshot()

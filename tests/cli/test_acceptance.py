@@ -337,7 +337,7 @@ def test_06_budgets_around_the_prompt_and_the_window(program: Program) -> None:
 def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program) -> None:
     """A wrong answer looks like a right one. --stats says it in its own way, --quiet never."""
     line = re.compile(
-        r"! \d\d\.\d% of what was read was evicted \(64 of [56]\d\d tokens per head kept\): the "
+        r"! \d\d\.\d% of the tokens read were evicted \(64 of [56]\d\d tokens per head kept\): the "
         r"answer may miss something; a larger --budget keeps more"
     )
     for flags, count in {
@@ -351,7 +351,7 @@ def test_06_an_answer_from_a_small_part_of_the_document_says_so(program: Program
         words = ["ask", "q", str(program.folder / "story.txt"), *program.flags(), *flags.split()]
         done = invoke(*words)
         said = done.stderr
-        assert len(line.findall(said)) == said.count("what was read") == count, flags
+        assert len(line.findall(said)) == said.count("of the tokens read") == count, flags
         if "--json" in flags:
             assert f"! {json.loads(done.stdout)['warnings'][-1]}\n" in said
 

@@ -176,7 +176,7 @@ def test_packed_weights_are_shown_and_removed_with_their_model(
     table = rows(result.stdout)
     assert table[REPO][2:] == ["3.0", "MiB", "-", "ready"]
     assert table["bundled"][2:] == ["-", "-", "ready"]
-    assert table[str(own)][2:] == ["3.0", "MiB", "-", "in", "a", "folder", "of", "its", "own"]
+    assert table[str(own)][2:] == ["3.0", "MiB", "-", "in", "its", "own", "folder"]
     assert "gone; packed weights only" in result.stdout
     by_name = {row["name"]: row["packed"] for row in json.loads(run("--json").stdout)}
     assert by_name == {"bundled": 0, REPO: 3 << 20, str(own): 3 << 20, "gone": 3 << 20}
@@ -232,7 +232,7 @@ def test_folders_that_cannot_be_read_do_not_end_the_listing(
     result = run("--json")
     assert result.exit_code == 0, result.output
     found = {row["name"]: (row["bytes"], row["state"]) for row in json.loads(result.stdout)[1:]}
-    assert found == {str(links): (10, "in a folder of its own")}
+    assert found == {str(links): (10, "in its own folder")}
 
 
 def test_rm_leaves_no_parts_of_killed_writers(cache: Path, tmp_path: Path) -> None:  # noqa: F811

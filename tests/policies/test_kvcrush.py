@@ -22,6 +22,6 @@ def test_kvcrush_anchors() -> None:
 
 
 def test_a_bit_per_query_head_needs_attention() -> None:
-    with pytest.raises(UsageError, match="bits=query needs a score of attention"):
+    with pytest.raises(UsageError, match="bits=query needs a score from attention"):
         build("kvcrush(l2)", {"bits": "query"})
     build("kvcrush(snapkv)", {"bits": "query"})

@@ -188,7 +188,7 @@ def test_ask_goes_on_in_a_saved_chat(
         result = world.run("ask", "--chat", "mine", question, *more, input="")
         assert result.exit_code == 0, result.stderr
         assert len(result.stdout.splitlines()) == 1  # the answer alone
-    assert "in chat mine, after 4 turns" in result.stderr
+    assert "in chat mine (4 turns)" in result.stderr
     assert [turn.question for turn in world.session.turns] == [
         *("Who runs it?", "Since when?", "Why?", "Since when?", "Why?")
     ]
@@ -263,7 +263,7 @@ def test_the_last_ask_is_a_chat_that_others_leave_alone(
     world.run("chat", document, input="Why?\n")
     result = world.run("ask", "-c", "Since when?", input="")
     assert told(world) == ["Who runs it?", "Since when?"]
-    assert 'behind "Who runs it?", after 1 turn' in result.stderr
+    assert 'after "Who runs it?" (1 turn)' in result.stderr
     world.run("chat", "--resume=", input="So?\n")  # the last chat
     assert told(world) == ["Why?", "So?"]
     world.run("chat", "--resume", "last-ask", input="And?\n/save last-ask\n/fork last-ask\n")

@@ -85,7 +85,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("--tasks answers", "the task answers needs records"),
         ("LICENSE --tasks answers", "the task answers needs records"),
         ("--tasks loss", "unknown task 'loss'"),
-        ("--haystack LICENSE --tasks long", "the task long is about a world of its own"),
+        ("--haystack LICENSE --tasks long", "the task long makes its own documents"),
         ("--needle a|b|c", "--needle needs a text"),
         ("--haystack LICENSE --needle a|b", "cannot read the needle"),
         ("--haystack /nowhere/x.txt", "/nowhere/x.txt"),
