@@ -93,7 +93,7 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
     ("text", "words", "message"),
     [
         (None, ["set", "tempratre", "1"], "no key 'tempratre'\n  did you mean temperature?"),
-        (None, ["set", "system", "be", "brief"], "system takes one value, got 'be brief'\n  quote"),
+        (None, ["set", "system", "be", "brief"], "system takes one value, got 'be brief'\n  put"),
         (None, ["set", "aliases.bundled", "a/b"], "bundled cannot be an alias of a/b"),
         (None, ["set", "aliases.x", ""], "x cannot be an alias of nothing"),
         (None, ["set", "aliases.x", "a", "b"], "x cannot be an alias of a b"),
@@ -141,7 +141,7 @@ def test_set_and_unset_say_what_else_sets_it(file: Path, monkeypatch: pytest.Mon
     Path("minikv.toml").write_text("top_k = 3\n")
     told = "! MINIKV_SEED also sets seed, and wins over it here"
     assert told in invoke("config", "set", "seed", "3").stderr
-    assert "! ./minikv.toml sets top_k" in invoke("config", "set", "top_k", "4").stderr
+    assert "! ./minikv.toml also sets top_k" in invoke("config", "set", "top_k", "4").stderr
     assert invoke("config", "unset", "max-tokens").stdout == "max_tokens removed\n"
     assert "! MINIKV_SEED still sets seed" in invoke("config", "unset", "seed").stderr
     invoke("config", "unset", "top_k")
