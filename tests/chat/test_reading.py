@@ -237,7 +237,7 @@ def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> 
 
     session.attach(MILL)
     list(session.ask("Who?", 4, notice=notice))
-    (line, before), *_ = [one for one in told if one[0].startswith("kvzip scores")]
+    (line, before), *_ = [one for one in told if one[0].startswith("kvzip has the model repeat")]
     assert before == 0
     first = len(session.start()) + len(MILL) - 4  # but for those that always stay
     words = reading.wording(session.tokenizer, session.template)
