@@ -42,10 +42,11 @@ def without(folder: Path, names: tuple[str, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("more", [(), pytest.param(("peer",), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("more", [(), pytest.param(("figures", "peer"), marks=pytest.mark.soak)])
 def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None:
-    """With the packages of an image for GPUs: what only the command line needs is not there. There
-    are few files, so that all of them can be copied back from another machine."""
+    """By day the checks, at night all. With the packages of an image for GPUs: what only the command
+    line needs is not there. There are few files, so that all of them can be copied back from another
+    machine."""
     pytest.importorskip("triton", reason="no Triton on this system")
     without(tmp_path, ("platformdirs", "prompt_toolkit", "pydantic"))
     out = tmp_path / "out"
@@ -54,24 +55,26 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None
         "--small",
         "--out",
         out,
-        *("facts", "smoke", "figures", *more),
+        *("facts", "smoke", *more),
         GPU_TEST_SEED="77",
         PYTHONPATH=os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))),
     )
     done = json.loads((out / "steps.json").read_text())
-    assert [one["state"] for one in done] == ["ok"] * (3 + len(more)), ran.stdout[-4000:]
+    assert [one["state"] for one in done] == ["ok"] * (2 + len(more)), ran.stdout[-4000:]
     assert ran.returncode == 0
     assert "== smoke" in (out / "log.txt").read_text()
     checks = json.loads((out / "smoke.json").read_text())
     assert {check["state"] for check in checks["checks"]} == {"ok"}
     assert checks["seed"] == 77
+    assert len([*out.iterdir()]) <= 8
+    if not more:
+        return
     figures = json.loads((out / "figures.json").read_text())
     assert {one["state"] for one in figures["items"].values()} == {"ok"}
     assert figures["facts"]["commit"]
     captured = [row["captured"] for row in figures["rows"] if "step_ms" in row]
     assert len(captured) > 8
     assert not any(captured), "there is no graph here"
-    assert len([*out.iterdir()]) <= 8
 
 
 def test_the_checks_are_dealt_out_once() -> None:
@@ -144,9 +147,9 @@ def test_a_check_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> No
     )
     assert ran.returncode == 1
     found = {one["check"]: one["state"] for one in json.loads(file.read_text())["checks"]}
-    assert found["rotate_append"] == "FAILED"
+    assert found["computed adakv+roco, auto weights"] == "FAILED"
     assert found["torch's attention"] == "ok"
-    assert re.search(r"failed: .*ragged_attention", ran.stdout)
+    assert re.search(r"failed: .*computed", ran.stdout)
 
 
 def test_steps_have_a_limit_and_one_that_fails_stops_none(tmp_path: Path) -> None:
