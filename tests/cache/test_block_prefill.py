@@ -101,35 +101,6 @@ def split(length: int, stride: int) -> list[int]:
     return [stride] * (length // stride) + ([length % stride] if length % stride else [])
 
 
-STRIDES = (4, 16, 32, 64)
-
-
-@pytest.mark.parametrize(
-    ("name", "stride"),
-    some_by_day(product(STEPS, STRIDES), lambda case: case[1] == STRIDES[STEPS.index(case[0]) % 4]),
-)
-def test_caps_hold_over_turns(name: str, stride: int, blocks: list[int]) -> None:
-    """In blocks of just that size, the last of a prompt aside: the network hands over 256 rows."""
-    net = network(layers=2, rows=256)
-    run = strided(net, name, 96, stride)
-    generator = torch.Generator().manual_seed(stride)
-    for turn in range(3):
-        length = int(torch.randint(80, 150, (1,), generator=generator))
-        blocks.clear()
-        run.prompt(ids(length, seed=turn))
-        assert blocks == split(length, stride) * 2
-        seen = run.kv.position
-        for rows in kept(run.kv):
-            assert len(rows) == min(96, seen) or run.kv.rules.step.evict_first  # type: ignore[union-attr]
-            assert len(rows) <= 96
-            assert len(set(rows)) == len(rows)
-            assert rows[-1] == seen - 1
-        for token in range(3):
-            run.step(token)
-        most = 95 + run.kv.rules.step.block  # type: ignore[union-attr]
-        assert all(len(rows) <= most for rows in kept(run.kv))
-
-
 def test_chunks_of_the_network_do_not_change_the_blocks(blocks: list[int]) -> None:
     """Chunks of 64 and of 256 rows give the same blocks of 32, so the same rows."""
     found = []

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pairwise import covering, pairwise
-from small import COMPOSITIONS, PAIRS, VOCAB, Walk, by_day, ids, least, network, over, parts, spell
+from small import COMPOSITIONS, VOCAB, Walk, ids, least, network, over, parts, spell
 from torch import Tensor
 
 from minikv import policies
@@ -306,79 +306,3 @@ def test_ten_thousand_walks(part: str, data: st.DataObject) -> None:
 @LONG
 def test_ten_thousand_walks_with_every_step_policy(step: str, data: st.DataObject) -> None:
     run(data, "", step)
-
-
-@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
-def test_walks_of_methods(prompt: str, step: str) -> None:
-    """Every method as it is, over prompts and answers of random lengths."""
-    walk = Walk(EvictionConfig.read(prompt, step, 64))
-    generator = torch.Generator().manual_seed(1)
-    for turn in range(3):
-        lengths = torch.randint(1, 90, (2,), generator=generator).tolist()
-        walk.prompt(ids(lengths[0], seed=turn))
-        for token in ids(lengths[1] // 10, seed=50 + turn):
-            walk.step(token)
-
-
-def lost(q: Tensor, k: Tensor, v: Tensor, w: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-    """(L1 change of a layer's output for one query, share of attention kept [H]).
-
-    q [H, D]; k, v [H, N, D]; w [H, D, hidden]; keep bool [H, N].
-    """
-    p = (q[:, None] @ k.transpose(1, 2)).squeeze(1).mul(k.shape[-1] ** -0.5).softmax(-1)
-    kept = p * keep
-    mass = kept.sum(1)
-    values = v @ w
-    change = ((p - kept / mass[:, None])[:, :, None] * values).sum((0, 1))
-    return change.abs().sum(), mass
-
-
-def bound(scores: Tensor, counts: list[int], v: Tensor, w: Tensor) -> tuple[Tensor, float]:
-    """(the best `counts` rows of each head, Ada-KV's bound: 2 C sum(1 - m_h))."""
-    keep = torch.zeros_like(scores, dtype=torch.bool)
-    for h, n in enumerate(counts):
-        keep[h, scores[h].topk(n).indices] = True
-    mass = (scores * keep).sum(1)
-    return keep, 2 * float((v @ w).abs().sum(-1).max()) * float((1 - mass).sum())
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.2, 1.0])
-def test_the_loss_is_within_ada_kvs_bound(alpha: float) -> None:
-    """Invariant 9, theorems 3.1 and 3.2 with the allocator that is registered: the loss is at most
-    2 C sum(1 - m_h), C the largest L1 length of a projected value, and without a safeguard no
-    other head budgets have a lower bound."""
-    policy = policies.prompt_policy("adakv", {"alpha": alpha})
-    assert policy is not None
-    generator = torch.Generator().manual_seed(11)
-    lower = drawn_lower = 0
-    for _ in range(100):
-        heads, rows, size, hidden, total = 4, 60, 8, 24, 80
-        sharp = 3 * torch.rand(heads, 1, generator=generator)
-        q = sharp * torch.randn(heads, size, generator=generator)
-        k, v = torch.randn(2, heads, rows, size, generator=generator)
-        w = torch.randn(heads, size, hidden, generator=generator)
-        scores = (q[:, None] @ k.transpose(1, 2)).squeeze(1).mul(size**-0.5).softmax(-1)
-        free = torch.ones(heads, rows, dtype=torch.bool)
-        counts = shared(policy, scores, torch.arange(rows).expand(heads, rows), free, total)
-        assert sum(counts) == total
-        keep, most = bound(scores, counts, v, w)
-        if min(counts):  # a head without a row has no output to compare
-            change, _ = lost(q, k, v, w, keep)
-            assert float(change) <= most + 1e-4
-        even = bound(scores, [total // heads] * heads, v, w)[1]
-        shares = torch.randint(heads, (total,), generator=generator).bincount(minlength=heads)
-        moved = int(torch.randint(1, 15, (1,), generator=generator))
-        shares[0] += moved  # far from even, too
-        shares[-1] -= moved
-        assert int(shares.max()) <= rows
-        assert int(shares.min()) >= 0
-        drawn = bound(scores, shares.tolist(), v, w)[1]
-        if alpha == 0.0:
-            assert most <= even + 1e-3
-            assert most <= drawn + 1e-3
-        lower += most < 0.9 * even
-        drawn_lower += most < 0.9 * drawn
-    if alpha == 1.0:
-        assert lower == 0
-    else:
-        assert min(lower, drawn_lower) > 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from minikv import kernels, policies
 from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 from minikv.kernels.decode import plain_cpu as decode_cpu
 from minikv.models.llama import Llama
 
@@ -121,25 +120,6 @@ def test_the_bytes_are_counted_as_they_are() -> None:
         assert stats.full_bytes == 3 * 3 * 100 * (2 * 8 * 4 + 4)  # in the network's dtype
         assert stats.state_bytes == 0
         assert stats.allocated_bytes >= stats.held_bytes
-
-
-@pytest.mark.parametrize("chunk", range(0, 9, 2))
-def test_an_interrupted_prompt_leaves_every_code(chunk: int) -> None:
-    engine = run(network(rows=16), "adakv", "roco", 48)
-    engine.prompt(ids(90))
-    before = copy.deepcopy(coded(engine))
-    calls = 0
-
-    def stop(done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > chunk:
-            raise Interrupted("stop")
-
-    with pytest.raises(Interrupted):
-        engine.prompt(ids(60, seed=1), progress=stop)
-    assert coded(engine) == before
-    assert engine.step(5).isfinite().all()
 
 
 def test_a_snapshot_holds_the_codes_and_another_dtype_refuses_them() -> None:

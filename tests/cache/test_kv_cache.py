@@ -19,7 +19,6 @@ from torch import Tensor
 from minikv import policies
 from minikv.cache import kv_cache
 from minikv.cache.arena import Arena
-from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
@@ -52,14 +51,6 @@ def test_budget_above_length_changes_no_bit(
     want = two_turns(Dense(net), 45, second)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
-def test_the_prompts_own_output_is_untouched(prompt: str, step: str) -> None:
-    net = network()
-    tokens = ids(150)
-    got = engine(net, prompt, step, 48).prompt(tokens)
-    assert torch.equal(got, Dense(net).prompt(tokens))
 
 
 class MaskedDense:
@@ -116,7 +107,8 @@ KINDS: dict[str, dict[str, Any]] = {"": {}, "windows": {"windows": (20, None, 70
 
 @pytest.mark.parametrize(("prompt", "step", "kind"), by_day(beside(PAIRS, (*KINDS,))))
 def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: str) -> None:
-    """Three prompts and answers, against a full cache that hides what is no longer there."""
+    """Three prompts and answers, against a full cache that hides what is no longer there. The
+    output of the first prompt, from which nothing has left, is the same to the bit."""
     net = network(**KINDS[kind])
     run = engine(net, prompt, step, 48)
     oracle = MaskedDense(net)
@@ -128,7 +120,10 @@ def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: s
     for turn in range(3):
         tokens = ids(90 - 30 * turn, seed=turn)
         oracle.hide_all_but_kept(run.kv)
-        compare(run.prompt(tokens), tokens)
+        logits = run.prompt(tokens)
+        compare(logits, tokens)
+        if not turn and not any(net.config.windows):  # see `DenseAttend`
+            assert torch.equal(logits, Dense(net).prompt(tokens))
         for token in ids(12, seed=50 + turn):
             if run.kv.rules.step is not None and run.kv.rules.step.block > 1:
                 oracle.hide_all_but_kept(run.kv)  # what leaves with the step is gone after it
@@ -404,16 +399,6 @@ def test_a_budget_beyond_the_context_takes_no_more_than_the_context(
     assert (arena.held == 100).all()
 
 
-def test_what_slid_out_of_a_window_is_not_counted_as_lost() -> None:
-    """Of the 69 rows that the next token sees, two that were little looked at leave."""
-    net = network(windows=(70, 70, 70))
-    run = engine(net, "adakv", "roco", 67)
-    run.prompt(ids(100))
-    lost = max(run.kv.state.outcome.lost)  # type: ignore[type-var]
-    assert lost is not None
-    assert 0 < lost < 2 / 69  # less than an even share of the attention
-
-
 # -- what it tells --------------------------------------------------------------------------------
 
 
@@ -570,21 +555,6 @@ def test_a_question_decided_what_stayed_where_it_was_looked_at(name: str) -> Non
     assert run.kv.stats().shaped == ("snapkv" in name)
 
 
-def test_a_step_that_begins_again_is_the_one_that_a_graph_holds() -> None:
-    """A later answer under the same caps finds what steps work with where it was."""
-    run = engine(network(), "snapkv+turns", "roco", 60)
-    run.prompt(ids(100))
-    held = []  # so that no address is given to something else
-    keys = []
-    for _ in range(3):
-        decode = run.kv.begin_step(captured=True)
-        run.kv._stepping = False  # nothing is computed
-        keys.append(decode.key)
-        held.append(decode.eviction.held)
-        run.kv.settle()
-    assert keys[0] == keys[1] == keys[2]
-
-
 @pytest.mark.parametrize("step", ["none", "roco", "hashevict", "l2", "rkv"])
 def test_a_step_without_a_prompt(step: str) -> None:
     """In a cache that is empty, and in one that was dropped."""
@@ -609,19 +579,6 @@ def test_a_graph_is_not_taken_for_that_of_other_kernels() -> None:
         run.kv._stepping = False  # nothing is computed
         run.kv.use(run.kv.ops)
     assert decodes[0].key != decodes[1].key
-
-
-def test_the_oracle_has_the_shape_that_attend_promises() -> None:
-    """[t, H * G, D], of a prompt and of a step."""
-    dense = DenseAttend((None, 4))
-    for rows in (7, 1):
-        if rows > 1:
-            dense.begin(rows)
-        for layer in range(2):
-            q, k, v = (torch.randn(rows, n, 5) for n in (6, 3, 3))
-            assert dense.attend(layer, q, k, v).shape == (rows, 6, 5)
-        dense.advance(rows)
-    assert dense.position == 8
 
 
 @pytest.mark.parametrize("step", ["roco", "rkv"])

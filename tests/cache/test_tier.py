@@ -65,32 +65,6 @@ def test_recall_is_reading_anew(policy: str, windows: tuple[int | None, ...] | N
         assert column.dtype == other.dtype
 
 
-def test_each_turn_answers_as_a_cache_without_eviction() -> None:
-    """An answer's rows are not exact, and never kept: without `recall`, the next prompt finds
-    gaps."""
-    net = small.network(layers=2)
-    run, once = (
-        tiered(small.engine(net, "adakv", "roco", 60)),
-        small.engine(net, "adakv", "roco", 60),
-    )
-    full = small.engine(net, "full", "none", None)
-    ids = small.ids(150)
-    want, blind = [full.prompt(list(ids))], [once.prompt(list(ids))]
-    for turn in range(4):
-        for token in small.ids(5, seed=10 + turn):
-            full.step(token)
-            once.step(token)
-        question = small.ids(9, seed=100 + turn)
-        want.append(full.prompt(question))
-        blind.append(once.prompt(question))
-    for got, exact in zip(talk(run, 4, ids), want, strict=True):
-        torch.testing.assert_close(got, exact, atol=1e-4, rtol=1e-4)
-    assert (blind[-1] - want[-1]).abs().max() > 0.01
-    assert run.kv.tier is not None
-    run.step(3)
-    assert run.kv.tier.length == 150 + 4 * 14
-
-
 def test_only_the_queries_of_the_last_turn_choose() -> None:
     """A question shorter than the window: what the answer before it needed has no say, and the
     tokens before the question are not read once more."""

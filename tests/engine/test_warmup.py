@@ -55,39 +55,6 @@ class Recorder(Kernels):
 
 
 @pytest.mark.parametrize(
-    ("step", "expected"),
-    [
-        ("none", set()),
-        ("streaming", {"lowest"}),
-        ("l2", {"lowest"}),
-        ("random", {"lowest"}),
-        ("h2o", {"h2o"}),
-        ("roco", {"roco"}),
-        ("tova", {"lowest"}),
-        ("scissorhands", {"lowest"}),
-        ("hashevict", {"hashevict", "lowest", "rotate"}),
-    ],
-)
-def test_what_a_policy_launches(
-    step: str, expected: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warming, "_tiles", lambda kv: None)
-    net = small.network()
-    kv = small.scheduler(net, "full", step, 64 if step != "none" else None)
-    recorder = Recorder()
-    kv.use(recorder)
-    warm(kv, net)
-    assert kv.notice is None
-    names = {name for name, _ in recorder.calls}
-    steps = {"lowest", "h2o", "roco", "hashevict", "rotate", "rotate_append", "ragged_attention"}
-    assert names & steps == expected | {"ragged_attention"} | (
-        set() if step == "hashevict" else {"rotate_append"}
-    )
-    assert kv.position == 0
-    assert kv.arena.rows == 0
-
-
-@pytest.mark.parametrize(
     ("prompt", "step", "expected"),
     [
         ("adakv", "roco", {"add_attention_mass", "gather_columns", "ragged_prefill", "roco"}),
@@ -124,24 +91,6 @@ def test_prompts_that_are_read_twice(policy: str) -> None:
     assert kv.notice is None
     assert kv.ops is recorder
     assert sum(name == "last_rows_attention" for name, _ in recorder.calls) > 2
-
-
-def test_the_tiles_of_few_queries_are_among_them() -> None:
-    """Kernels are built for 16, 32 and 64 queries, or all heads' queries of a group."""
-    seen: list[int] = []
-
-    class Counting(Kernels):
-        @staticmethod
-        def add_attention_mass(*args: Any, **more: Any) -> None:
-            seen.append(args[2].q.shape[2])
-            mass.add_attention_mass(*args, **more)
-
-    net = small.network()
-    kv = small.scheduler(net, "snapkv", "none", 512, prompt_options={"window": 64})
-    kv.ops = Counting()
-    warm(kv, net)
-    assert kv.notice is None
-    assert sorted({min(64, max(16, 1 << (n - 1).bit_length())) for n in seen}) == [16, 32, 64]
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])

@@ -44,9 +44,9 @@ def without(folder: Path, names: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("more", [(), pytest.param(("figures", "peer"), marks=pytest.mark.soak)])
 def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None:
-    """By day the checks, at night all. With the packages of an image for GPUs: what only the command
-    line needs is not there. There are few files, so that all of them can be copied back from another
-    machine."""
+    """By day the checks, at night all. With the packages of an image for GPUs: what only the
+    command line needs is not there. There are few files, so that all of them can be copied back
+    from another machine."""
     pytest.importorskip("triton", reason="no Triton on this system")
     without(tmp_path, ("platformdirs", "prompt_toolkit", "pydantic"))
     out = tmp_path / "out"

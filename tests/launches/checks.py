@@ -121,71 +121,44 @@ def test_choosing_among_the_rows_of_a_long_document_compiles_nothing(bench: Benc
 
 
 FILTERED = Sampling(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05)
-LAUNCHES: Sequence[tuple[Case, str, str, str]] = [
-    (Case("full", "none"), "7 9 0 0 + 1 18 1 2", "6 0 0 0 + 3 19 0 1", "8 29 0 0 + 1 19 1 3"),
+LAUNCHES: Sequence[tuple[Case, str]] = [
+    (Case("full", "none"), "7 9 0 0 + 1 18 1 2, 6 0 0 0 + 3 19 0 1, 8 29 0 0 + 1 19 1 3"),
     (
         Case("full", "none", "windows"),
-        "7 11 0 0 + 1 18 1 2",
-        "6 1 0 0 + 3 38 0 1",
-        "9 40 0 0 + 1 19 1 3",
+        "7 11 0 0 + 1 18 1 2, 6 1 0 0 + 3 38 0 1, 9 40 0 0 + 1 19 1 3",
     ),
     (
         Case("full", "none", weights="int4"),
-        "11 9 0 0 + 1 15 1 2",
-        "6 0 0 0 + 3 19 0 1",
-        "12 29 0 0 + 1 16 1 3",
+        "11 9 0 0 + 1 15 1 2, 6 0 0 0 + 3 19 0 1, 12 29 0 0 + 1 16 1 3",
     ),
     (
         Case("full", "none", sampling=FILTERED),
-        "7 9 0 0 + 1 18 1 2",
-        "6 0 0 0 + 3 51 0 1",
-        "8 29 0 0 + 1 19 1 3",
+        "7 9 0 0 + 1 18 1 2, 6 0 0 0 + 3 51 0 1, 8 29 0 0 + 1 19 1 3",
     ),
-    (
-        Case("global-span", "h2o"),
-        "8 152 0 0 + 2 94 1 3",
-        "6 0 0 0 + 4 18 0 1",
-        "13 208 0 0 + 1 95 1 4",
-    ),
-    (Case("adakv", "roco"), "14 49 0 0 + 2 20 1 2", "6 0 0 0 + 4 18 0 1", "18 90 0 0 + 1 21 1 3"),
+    (Case("global-span", "h2o"), "8 152 0 0 + 2 94 1 3, 6 0 0 0 + 4 18 0 1, 13 208 0 0 + 1 95 1 4"),
+    (Case("adakv", "roco"), "14 49 0 0 + 2 20 1 2, 6 0 0 0 + 4 18 0 1, 18 90 0 0 + 1 21 1 3"),
     (
         Case("snapkv", "roco", "int8"),
-        "14 75 0 0 + 2 20 1 2",
-        "6 0 0 0 + 4 18 0 1",
-        "18 135 0 0 + 1 21 1 3",
+        "14 75 0 0 + 2 20 1 2, 6 0 0 0 + 4 18 0 1, 18 135 0 0 + 1 21 1 3",
     ),
-    (
-        Case("snapkv", "hashevict"),
-        "13 36 1 0 + 2 20 1 2",
-        "6 0 0 0 + 3 23 0 1",
-        "16 65 0 0 + 2 22 1 3",
-    ),
+    (Case("snapkv", "hashevict"), "13 36 1 0 + 2 20 1 2, 6 0 0 0 + 3 23 0 1, 16 65 0 0 + 2 22 1 3"),
     (
         Case("kvzip", "none"),
-        "13 90 48 16 + 3 123 -30 3",
-        "6 0 0 0 + 3 19 0 1",
-        "16 181 48 16 + 2 124 -30 4",
+        "13 90 48 16 + 3 123 -30 3, 6 0 0 0 + 3 19 0 1, 16 181 48 16 + 2 124 -30 4",
     ),
-    (
-        Case("defensive", "tova"),
-        "13 69 0 0 + 2 20 1 2",
-        "6 0 0 0 + 4 67 0 1",
-        "18 90 0 0 + 1 21 1 3",
-    ),
+    (Case("defensive", "tova"), "13 69 0 0 + 2 20 1 2, 6 0 0 0 + 4 67 0 1, 18 90 0 0 + 1 21 1 3"),
     (
         Case("roco", "roco", stride=16),
-        "12 593 0 0 + 1 20 1 2",
-        "6 0 0 0 + 4 18 0 1",
-        "13 760 0 0 + 1 21 1 3",
+        "12 593 0 0 + 1 20 1 2, 6 0 0 0 + 4 18 0 1, 13 760 0 0 + 1 21 1 3",
     ),
 ]
 """A first prompt, a step and a later prompt, of the kinds that `counting.py` counts. A difference
 is a mistake, or the point of a change."""
 
 
-@pytest.mark.parametrize(("case", "first", "step", "later"), LAUNCHES)
-def test_what_is_launched(bench: Bench, case: Case, first: str, step: str, later: str) -> None:
-    assert counting.rows(bench, case) == {"first": first, "step": step, "later": later}
+@pytest.mark.parametrize(("case", "told"), LAUNCHES)
+def test_what_is_launched(bench: Bench, case: Case, told: str) -> None:
+    assert ", ".join(counting.rows(bench, case).values()) == told
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,8 @@ def test_a_budget_of_a_sixteenth_keeps_the_answers(
     assert mean(exact(blind, tokens, count, 1, SEED + 9, least=2)) <= 0.5 * baseline
 
 
-@pytest.mark.parametrize(
-    "start", [pytest.param((), marks=pytest.mark.soak), ("--start", str(BUNDLED))]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("start", [(), ("--start", str(BUNDLED))])
 def test_the_training_makes_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: tuple[str, ...]
 ) -> None:

@@ -217,15 +217,6 @@ def test_following_continues_the_opening(case: str, part: float) -> None:
             follows(tokenizer, template, chat)
 
 
-@pytest.mark.parametrize("case", ["llama-3", "chatml", "own", "llama-2", "mistral-v1", "zephyr"])
-def test_opening_answer_and_following_add_up(case: str) -> None:
-    tokenizer, template = prepared(case)
-    chat = [Message("user", "one"), Message("assistant", "two"), Message("user", "three")]
-    # These two templates put no space before the answer.
-    answer = tokenizer.encode("two", "inside" if case in ("mistral-v1", "zephyr") else "start")
-    assert template.opening(chat[:1]) + answer + template.following(chat) == template.opening(chat)
-
-
 @pytest.mark.parametrize(
     "format", [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
 )
@@ -775,8 +766,8 @@ HOSTILE = {
 
 SLOW = ("nested loops", "loops in sums", "macro tree", "power", "power of powers", "pairs")
 SLOW += ("pairs compared", "loop condition", "sorting", "many strings")
-"""Each takes all of the second that it may. By day it may take a fifth of that."""
-STOPPED = [(name, share) for share in (0.2, 1.0) for name in HOSTILE if share == 1 or name in SLOW]
+"""Each takes all of the second that it may. By day it may take a tenth of that."""
+STOPPED = [(name, share) for share in (0.1, 1.0) for name in HOSTILE if share == 1 or name in SLOW]
 
 
 def given_less_time(path: Path, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
@@ -823,7 +814,7 @@ def test_a_text_may_have_four_million_characters_and_some_more() -> None:
 def test_the_next_rendering_is_none_the_worse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.2)
+    given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.1)
     for name in ("nested loops", "output"):
         with pytest.raises(CorruptModel, match="was stopped"):
             render(HOSTILE[name], "t", {})

@@ -118,28 +118,6 @@ def test_places(tmp_path: Path) -> None:
     assert every.prefix == "every"
 
 
-@pytest.mark.parametrize(
-    "make", ["v1", "v3", v.legacy_json, v.first_json, v.byte_level_json, v.tekken]
-)
-def test_no_text_spells_a_control_token(make: Any, part: float) -> None:
-    """By day the first ones, which have names, and some of the hundreds of reserved ones."""
-    tokenizer = made(make)
-    forbidden = set(tokenizer.control.values())
-    everything = sorted(tokenizer.control, key=tokenizer.control.__getitem__)
-    assert round(1 / part) <= 40
-    for control in {*everything[:40], *everything[:: round(1 / part)]}:
-        for text in (
-            control,
-            f"a{control}b",
-            f" {control} ",
-            control * 3,
-            f"{control[:-1]}{control}",
-        ):
-            for place in ("start", "after", "inside"):
-                assert forbidden.isdisjoint(tokenizer.encode(text, place)), text
-    assert tokenizer.lookalikes("</s>a<s> <|eot_id|><|eot_id|>") >= 2
-
-
 def test_a_vocabulary_that_holds_control_strings_as_words(tmp_path: Path) -> None:
     # With ignore_merges a whole word is looked up directly, control tokens included.
     tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, whole_words()))

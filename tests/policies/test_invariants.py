@@ -41,8 +41,7 @@ from minikv.policies.base import PromptView, StepPolicy
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.moments import Moments
 from minikv.policies.parts import PromptPolicy
-from minikv.policies.selection import blocks, pool
-from minikv.policies.snapkv import SnapKV
+from minikv.policies.selection import blocks
 
 BRIEF = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 SEEDS = st.integers(0, 1 << 30)
@@ -82,13 +81,6 @@ def write(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
         kv.end(1)
 
 
-def chosen(policy: PromptPolicy, made: Rows, budget: int) -> list[list[int]]:
-    """What a prompt policy keeps of all rows."""
-    kv = cache(made, policy, None, budget)
-    read(kv, made, 0, made[1].shape[1])
-    return kept(kv)
-
-
 @given(st.sampled_from(COMPOSITIONS), st.integers(0, 4), st.sampled_from(policies.step_names()))
 @BRIEF
 def test_any_composition_on_a_large_budget_changes_no_bit(
@@ -105,27 +97,6 @@ def test_any_composition_on_a_large_budget_changes_no_bit(
         for token in range(3):
             assert torch.equal(run.step(token), dense.step(token))
     assert run.kv.stats().evicted == 0
-
-
-@pytest.mark.parametrize("name", ["nacl", "h2o"])
-@given(SEEDS, st.integers(1, 50))
-@BRIEF
-def test_scores_are_column_sums_of_the_attention(name: str, seed: int, proxies: int) -> None:
-    """By the definition: causal softmax, summed over the proxies, which for H2O are all
-    queries of the prompt, mean over the group."""
-    tokens = 80
-    made = rows(seed, tokens)
-    given = {"proxies": proxies, "sinks": 0} if name == "nacl" else {"window": proxies, "sinks": 0}
-    policy = build(name, given | ({"random": 0.0} if name == "nacl" else {}))
-    query, key = made[0][0].double().unflatten(1, (2, 2)), made[1][0].double()
-    logits = torch.einsum("thgd,nhd->hgtn", query, key) / 8**0.5
-    late = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-    p = logits.masked_fill(late, -torch.inf).softmax(-1)
-    if name == "nacl":
-        p = p[:, :, -proxies:]
-    sums = p.sum(2).mean(1)[:, : tokens - proxies]
-    want = [[*sorted(s.topk(9).indices.tolist()), *range(tokens - proxies, tokens)] for s in sums]
-    assert chosen(policy, made, proxies + 9) == want
 
 
 @pytest.mark.parametrize("stride", [0, 4])
@@ -214,29 +185,6 @@ def streamed(seed: int, sinks: int, budget: int, tokens: int, data: st.DataObjec
             read(kv, made, lo, hi)
         write(kv, made, ends[-1], tokens)
         assert kept(kv) == [want] * 2, (i, ends)
-
-
-@given(SEEDS, st.sampled_from([3, 5, 7]))
-@BRIEF
-def test_the_group_comes_before_the_pool(seed: int, kernel: int) -> None:
-    """Average pooling commutes with the group's mean, maximum pooling does not, and
-    then ours is the one that joins the group first."""
-    generator = torch.Generator().manual_seed(seed)
-    mass = torch.rand(2, 3, 60, generator=generator)
-    pos, window = torch.arange(60).expand(2, 60), 6
-    free = pos < 60 - window
-    early, late = {}, {}
-    for how in ("avg", "max"):
-        pooled = [pool(mass[:, g], pos[:, :0], free, kernel, how) for g in range(3)]
-        late[how] = torch.stack(pooled).mean(0)
-        early[how] = pool(mass.mean(1), pos[:, :0], free, kernel, how)
-    torch.testing.assert_close(early["avg"], late["avg"])
-    assert bool((late["max"] > early["max"] + 1e-3)[free].any())
-    seen = view(mass)
-    for how, want in early.items():
-        scorer = SnapKV(window=window, kernel=kernel, pooling=how, group="mean", sinks=0)
-        found = scorer.score(seen)
-        torch.testing.assert_close(found[free], want[free])
 
 
 @pytest.mark.parametrize(("prompt", "decode"), by_day(PAIRS))
