@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from small import ids, network
+from small import ids
 from stepping import pair
 from tape import Tape
 from torch import Tensor
@@ -75,31 +75,6 @@ def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
             # A row counts the steps since it came, so the columns moved with their rows.
             want = (run.here.kv.position - at).clamp(max=14).to(torch.float32)
             assert torch.equal(seen, want)
-
-
-@pytest.mark.parametrize("prompt", ["full", "snapkv+turns"])
-@pytest.mark.parametrize("windows", [None, (None, 12)])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_blocks_leave_beside_windows_and_soft_pins(
-    prompt: str, windows: tuple[int | None, ...] | None, ahead: bool
-) -> None:
-    """The newest row is always there, no head outgrows its cap by a block, and positions are
-    whole."""
-    run = pair(Tape(), prompt, "tova", 48, net=network(layers=2, windows=windows))
-    for made in (run.here, run.there):
-        made.kv.configure(Rules(made.kv.rules.prompt, Redundant(), made.kv.rules.budget))
-    for turn in range(2):
-        run.prompt(ids(60 if turn == 0 else 9, turn))
-        for _ in range(11):
-            run.write(1, ahead=ahead)
-            run.agree()
-            kv = run.here.kv
-            for layer in range(2):
-                for head in range(kv.shape.kv_heads):
-                    kept = kv.kept(layer, head).tolist()
-                    assert kept[-1] == kv.position - 1
-                    assert len(set(kept)) == len(kept)
-                    assert len(kept) < int(kv.arena.cap[layer, head]) + 4
 
 
 def test_gaps_are_closed_in_every_column() -> None:

@@ -3,50 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from small import PAIRS, by_day, ids, network, over
+from small import PAIRS, by_day, engine, ids, network
 from torch import Tensor
 
 import minikv
-from minikv import kernels, policies
-from minikv.cache.budget import Budget
-from minikv.cache.rules import Rules
+from minikv import kernels
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels.decode import plain_cpu as decode_cpu
-from minikv.models.llama import Llama
+
+int8 = partial(engine, kv=torch.int8)
 
 
-def run(
-    net: Llama,
-    prompt: str = "full",
-    step: str = "none",
-    budget: int | str | None = 48,
-    *,
-    kv: torch.dtype | None = torch.int8,
-    stride: int = 0,
-) -> Engine:
-    return Engine(
-        net,
-        over(
-            net,
-            Rules(
-                policies.prompt_policy(prompt),
-                policies.step_policy(step),
-                Budget.parse(budget) if budget is not None else None,
-                stride,
-            ),
-            kv=kv,
-        ),
-    )
-
-
-def coded(engine: Engine) -> dict[tuple[int, int, int], tuple[bytes, float]]:
+def coded(run: Engine) -> dict[tuple[int, int, int], tuple[bytes, float]]:
     """(layer, head, position) -> the codes and the scale of the key held there."""
-    arena, found = engine.kv.arena, {}
+    arena, found = run.kv.arena, {}
     for layer in range(len(arena.start)):
         index, live = arena.index(layer)
         for h in range(arena.heads):
@@ -77,35 +53,35 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_three_turns_under_every_pair(prompt: str, step: str) -> None:
     """Nothing unwritten is read, and a row's codes are those it was born with."""
-    engine = run(network(windows=(30, None, None)), prompt, step, 48)
+    run = int8(network(windows=(30, None, None)), prompt, step, 48)
     before: dict[tuple[int, int, int], tuple[bytes, float]] = {}
     for turn in range(3):
-        assert engine.prompt(ids(90 - 40 * (turn > 0), seed=turn)).isfinite().all()
-        now = coded(engine)
+        assert run.prompt(ids(90 - 40 * (turn > 0), seed=turn)).isfinite().all()
+        now = coded(run)
         assert all(before[at] == now[at] for at in before.keys() & now.keys())
         for token in ids(9, seed=turn):
-            assert engine.step(token).isfinite().all()
-        now = coded(engine)
+            assert run.step(token).isfinite().all()
+        now = coded(run)
         assert all(before[at] == now[at] for at in before.keys() & now.keys())
         before = now
 
 
 def test_a_step_policy_that_reads_prompts_goes_on_too() -> None:
-    engine = run(network(), "full", "h2o", 40, stride=8)
+    run = int8(network(), "full", "h2o", 40, stride=8)
     for turn in range(2):
-        assert engine.prompt(ids(60, seed=turn)).isfinite().all()
-        assert engine.step(3).isfinite().all()
+        assert run.prompt(ids(60, seed=turn)).isfinite().all()
+        assert run.step(3).isfinite().all()
 
 
-def logits(engine: Engine) -> Tensor:
-    engine.prompt(ids(200))
-    return torch.stack([engine.step(token) for token in ids(5, seed=1)])
+def logits(run: Engine) -> Tensor:
+    run.prompt(ids(200))
+    return torch.stack([run.step(token) for token in ids(5, seed=1)])
 
 
 def test_the_loss_is_small_and_there() -> None:
     """A prompt is mixed before its rows are stored; an answer sees codes."""
     net = network(layers=2)
-    exact, got = logits(run(net, kv=None)), logits(run(net))
+    exact, got = logits(engine(net, budget=48)), logits(int8(net, budget=48))
     error = float((got - exact).norm() / exact.norm())
     assert 0 < error < 0.02
 
@@ -113,9 +89,9 @@ def test_the_loss_is_small_and_there() -> None:
 def test_the_bytes_are_counted_as_they_are() -> None:
     net = network(head_dim=8)
     for kv, row in ((torch.int8, 2 * 8 + 8 + 4), (None, 2 * 8 * 4 + 4)):
-        engine = run(net, "snapkv", "none", 48, kv=kv)
-        engine.prompt(ids(100))
-        stats = engine.kv.stats()
+        run = engine(net, "snapkv", "none", 48, kv=kv)
+        run.prompt(ids(100))
+        stats = run.kv.stats()
         assert stats.held_bytes == 3 * 3 * 48 * row
         assert stats.full_bytes == 3 * 3 * 100 * (2 * 8 * 4 + 4)  # in the network's dtype
         assert stats.state_bytes == 0
@@ -124,14 +100,14 @@ def test_the_bytes_are_counted_as_they_are() -> None:
 
 def test_a_snapshot_holds_the_codes_and_another_dtype_refuses_them() -> None:
     net = network()
-    engine = run(net, "adakv", "roco", 48)
-    engine.prompt(ids(90))
-    held = engine.kv.snapshot()
-    want = [engine.step(token) for token in ids(4, seed=1)]
-    kv = engine.kv
+    run = int8(net, "adakv", "roco", 48)
+    run.prompt(ids(90))
+    held = run.kv.snapshot()
+    want = [run.step(token) for token in ids(4, seed=1)]
+    kv = run.kv
     kv.restore(held, kv.rules)
-    assert all(torch.equal(engine.step(t), w) for t, w in zip(ids(4, seed=1), want, strict=True))
-    other = run(net, "adakv", "roco", 48, kv=None).kv
+    assert all(torch.equal(run.step(t), w) for t, w in zip(ids(4, seed=1), want, strict=True))
+    other = engine(net, "adakv", "roco", 48).kv
     with pytest.raises(ValueError):
         other.restore(held, other.rules)
 

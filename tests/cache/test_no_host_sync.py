@@ -145,10 +145,15 @@ def others(option: Option) -> list[Value]:
     return [0.123456789 + (option.low or 0)]  # more digits than are counted
 
 
-def case(name: str, options: Mapping[str, object]) -> Any:
+def case(name: str, options: Mapping[str, object], *, night: bool = False) -> Any:
     """A policy and options of it, with a name for the test's report."""
     label = "-".join((name, *(f"{k}={v}" for k, v in options.items())))
-    return pytest.param(name, options, id=label)
+    return pytest.param(name, options, id=label, marks=[pytest.mark.soak] * night)
+
+
+def number(option: Option) -> bool:
+    """By day a number has its default: hardly one chooses another way through the code."""
+    return not option.choices and not isinstance(option.default, bool)
 
 
 def walk(names: Sequence[str]) -> list[Any]:
@@ -160,7 +165,8 @@ def walk(names: Sequence[str]) -> list[Any]:
         new = [part for part in policies.find(name).parts if part not in seen]
         seen.update(new)
         for option in (option for part in new for option in options_of(part)):
-            found += [case(name, {option.name: value}) for value in others(option)]
+            night = number(option)
+            found += [case(name, {option.name: value}, night=night) for value in others(option)]
     return found
 
 
@@ -178,9 +184,12 @@ MIXED = [
 ]
 PROMPTS = walk([*policies.prompt_names(), *MIXED])
 STEPS = [
-    case(name, given | ({"window": 1} if "buffer" in given else {}))
+    case(name, given | ({"window": 1} if "buffer" in given else {}), night=night)
     for name in policies.step_names()
-    for given in ({}, *({o.name: v} for o in registry.method(name).step_options for v in others(o)))
+    for given, night in (
+        ({}, False),
+        *(({o.name: v}, number(o)) for o in registry.method(name).step_options for v in others(o)),
+    )
 ]
 
 
@@ -240,19 +249,18 @@ def test_the_columns_of_a_step_policy(name: str, options: dict[str, object]) -> 
     read("full", {}, name, options, False)
 
 
-BLOCKS = [p for p in STEPS if p.values[0] != "none"]
+BLOCKS = [case(*p.values, night=p.values[1] != {}) for p in STEPS if p.values[0] != "none"]
 
 
 @pytest.mark.parametrize(("name", "options"), BLOCKS)
 def test_blocks(name: str, options: dict[str, object]) -> None:
-    """A prompt in blocks: behind others; with the defaults also into an empty cache, with a window,
-    and where no row leaves."""
+    """A prompt in blocks: behind others; with the defaults also into an empty cache, with a
+    window."""
     made = policies.step_policy(name, options)
     assert made is not None
     blocks(made, None, 40, before=True)
     if not options:
         blocks(made, 30, 40, before=False)
-        blocks(made, None, 300, before=False)
 
 
 def blocks(step: StepPolicy, window: int | None, cap: int, *, before: bool) -> None:

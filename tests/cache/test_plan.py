@@ -12,6 +12,7 @@ import small
 import torch
 from layouts import HEADS, SIZE, filled
 from measured import CHUNK, measured
+from pairwise import some_by_day
 from torch import Tensor
 
 from minikv.cache.arena import Layout
@@ -188,7 +189,15 @@ def in_file(kv: KVCache, path: Path, *, coded: bool = False) -> FileRows:
 
 
 @pytest.mark.parametrize(
-    "case", CASES, ids=["-".join(map(str, (*c[:4], c[4][1], *c[5:]))) for c in CASES]
+    "case",
+    [
+        pytest.param(
+            case,
+            id="-".join(map(str, (*case[:4], case[4][1], *case[5:]))),
+            marks=[pytest.mark.soak] * (case[2] in (8, 16)),  # many blocks take seconds
+        )
+        for case in CASES
+    ],
 )
 def test_no_more_exists_at_once_than_planned_and_hardly_less(case: Case) -> None:
     """Of a first prompt and of a later one."""
@@ -199,7 +208,10 @@ def test_no_more_exists_at_once_than_planned_and_hardly_less(case: Case) -> None
 
 
 @pytest.mark.parametrize(
-    ("policy", "windows"), [("kvzip", SLIDING), ("kvzip+uniform", (None,) * 6)]
+    ("policy", "windows"),
+    some_by_day(
+        [("kvzip", SLIDING), ("kvzip+uniform", (None,) * 6)], lambda case: case[0] == "kvzip"
+    ),
 )
 def test_what_is_scored_in_a_file_is_planned_too(
     tmp_path: Path, policy: str, windows: tuple[int | None, ...]

@@ -15,13 +15,11 @@ from pairwise import pairwise
 from small import ids, network, over
 from spy import Spy
 from torch import Tensor
+from views import kept
 
 from minikv import policies
 from minikv.cache.budget import Budget
-from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import PassCost, Prompt, Setup
 from minikv.cache.rules import Rules
-from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
 from minikv.cache.tier_file import FileRows, Header
 from minikv.cache.tier_rows import TierError, columns_of
@@ -29,7 +27,7 @@ from minikv.engine.engine import Engine
 from minikv.errors import ContextError
 from minikv.models.llama import Llama
 from minikv.policies.base import PromptView
-from minikv.policies.repeats import Repeat, Wording
+from minikv.policies.repeats import Wording
 
 WORDS = Wording((7, 8), (9, 7, 3), (5,))
 
@@ -178,11 +176,6 @@ def test_scores_are_those_of_a_full_softmax(
     assert len(seen) == 3
     for token in ids(5):
         assert bool(torch.isfinite(run.step(token)).all())
-
-
-def kept(kv: KVCache) -> list[list[int]]:
-    heads = kv.shape.kv_heads
-    return [kv.kept(i, h).tolist() for i in range(kv.shape.layers) for h in range(heads)]
 
 
 def filed(run: Engine, path: Path, *, staged: bool = False) -> FileRows:
@@ -346,18 +339,6 @@ def test_a_shorter_chunk_where_few_positions_are_left() -> None:
     with pytest.raises(ContextError, match="27 of 87 positions are left for that"):
         run.prompt(ids(60))
     assert run.kv.position == 0
-
-
-def test_what_a_second_pass_costs() -> None:
-    shape = Shape(2, 3, 6, 4, (5, None), 100)
-    texts, each = [Repeat((1, 2), 0, 9), Repeat((1, 2, 3), 9, 12)], 2 * 3 * 4 * 4
-    text = (3 + 3 + 4) * each  # its rows, and once more with those that they see
-    prompt = Prompt(position=0, tokens=12)
-    setup = Setup(shape, Rules(), torch.float32, torch.float32)
-    cost = PassCost.of(prompt, setup, texts)
-    assert cost == PassCost(5, 3, 24 * each + text, 24 * each, 24 * each + text, 0, text)
-    cost = PassCost.of(prompt, replace(setup, gpu=True), texts)
-    assert cost == PassCost(5, 3, 24 * each, 24 * each, 24 * each, 12 * each + text, text)
 
 
 # -- in a file -------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from faults import AtLine
-from small import VOCAB, ids, network, shape
-from stepping import GREEDY, STEPS, Pair, engine, pair
+from small import VOCAB, engine, ids, network, shape
+from stepping import GREEDY, STEPS, Pair, pair
 from tape import Tape
 
 from minikv import policies
@@ -221,25 +221,6 @@ def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None
     assert int(run.there.kv.arena.length.sum()) == 0
 
 
-def test_the_last_step_counts_without_one_after_it() -> None:
-    run = pair(Eager(), "full", "roco", 24)
-    run.prompt(ids(30))
-    run.write(4, ahead=False)
-    assert run.there._loop._early is None  # type: ignore[union-attr]
-    run.agree()
-    run.write(1, ahead=False)
-    run.write(2)
-    run.agree()
-
-
-def test_another_token_than_the_one_drawn_undoes_the_step_that_had_it() -> None:
-    run = pair(Eager(), "full", "l2", 24)
-    run.prompt(ids(30))
-    run.write(6, forced=4)
-    run.agree()
-    assert run.drawn != ids(6, 4)
-
-
 def test_nothing_is_launched_beyond_the_context() -> None:
     run = pair(Eager(), "full", "roco", 24, net=network(layers=2, max_context=40))
     run.prompt(ids(36))
@@ -392,20 +373,6 @@ def test_a_capture_that_fails_leaves_it_to_the_host() -> None:
     run.agree()
 
 
-def test_what_the_steps_work_with_is_counted() -> None:
-    """As long as there is any: a recording needs it between turns, too; single steps do not."""
-    run = pair(Eager(), "full", "roco", 24)
-    run.prompt(ids(30))
-    before = run.there.kv.stats().allocated_bytes
-    run.write(2)
-    decode = run.there.kv.decode
-    scratch = 2 * 6 * 32 * 4 + 2 * 6 * 4  # logits [L, H * G, C] and log-sum-exps, float32
-    scratch += 2 * 3 * 8  # RoCo's quota [L, H], int64
-    assert decode.nbytes == scratch
-    assert run.there.kv.stats().allocated_bytes == before + scratch
-    assert decode.nbytes == scratch
-
-
 def test_on_a_cpu_steps_are_single() -> None:
     """With any kernels; and what steps work with is freed when the cache is looked at."""
     net = network(layers=2)
@@ -413,7 +380,7 @@ def test_on_a_cpu_steps_are_single() -> None:
         cache = KVCache(shape(net), kernels=kernels)
         assert not Engine(net, cache).captured
         assert Engine(net, cache)._loop is None
-    made = engine(net, None, "full", "roco", 24)
+    made = engine(net, "full", "roco", 24)
     made.prompt(ids(20))
     before = made.kv.stats().allocated_bytes
     token = made.next(5, VOCAB, GREEDY, 0)
@@ -445,7 +412,7 @@ def _on_cuda(net: Llama) -> Llama:
 
 def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -> KVCache:
     """A cache beside those weights."""
-    kv = engine(net, None, prompt, step, 44).kv
+    kv = engine(net, prompt, step, 44).kv
     return KVCache(
         kv.shape,
         kv.rules,

@@ -92,20 +92,15 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes of shared memory that one block may have (CUDA programming guide, compute capabilities)."""
 DEFAULT = 90
 KNOWN = builds()
-MORE = ("ragged_prefill rows10 bf16-128",)
-"""Builds of the night: 40 lines differ from 4,096 in the size of a tile only."""
 RARE = re.compile(r"fp16|fp32|\b(?:80|256|64)\b")
 
 
 def _daily(name: str) -> bool:
-    """By day: of each kernel the last that an 8B model launches (bfloat16, heads of 128), of those
-    with matrix instructions the first, too; those of `MORE` at night."""
-    if name in MORE:
-        return False
+    """By day: of each kernel that must read widely or multiply, the last that an 8B model launches
+    (bfloat16, heads of 128)."""
     others = [n for n, other in KNOWN.items() if other.kernel == KNOWN[name].kernel]
-    typical = [n for n in others if not RARE.search(n)]
-    first = KNOWN[name].mma and name == min(typical or others)
-    return first or name == max(typical or others)
+    typical = [n for n in others if not RARE.search(n)] or others
+    return bool(KNOWN[name].mma or KNOWN[name].reads) and name == max(typical)
 
 
 BUILDS = some_by_day(
@@ -229,7 +224,7 @@ def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) 
     assert UNKNOWN not in built.reads, "a load whose pointer is not known"
     if asked.mma:
         assert heads & {"HMMA", "HGMMA"}, "no matrix instruction"
-    if name == "split bf16-128" and arch == DEFAULT:
+    if asked.kernel == "split" and arch == DEFAULT:
         every_part_is_written_before_it_is_counted(built.ptx)
 
 

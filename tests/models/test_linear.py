@@ -24,7 +24,6 @@ from typed import invoke
 
 import minikv
 import minikv.models as models
-from minikv import settings
 from minikv.cli.bench import networks as random_models
 from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, weights
@@ -432,18 +431,6 @@ def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
     assert isinstance(made.layers[0].qkv, Plain)
 
 
-def test_a_random_network_of_the_bench_has_a_packed_head_too() -> None:
-    for tied in (True, False):
-        sizes = random_models.llama(1, 64, 4, 2, 16, 128, 256, tied=tied)
-        net = random_models.network(random_models.Spec(sizes, weights="int8+head"))
-        assert isinstance(net.head, Int8)
-        assert (net.embedding is net.head) == tied
-        assert net.weight_bytes == weights.weight_bytes(net.config, torch.bfloat16, "int8+head")
-        # A byte a weight and two a row: the matrices of the layer, then the head; three norms.
-        layer = 64 * (2 * 64 + 2 * 32 + 3 * 128) + 2 * (128 + 64 + 256 + 64)
-        assert random_models.step_bytes(net) == layer + 256 * 64 + 2 * 256 + 2 * 3 * 64
-
-
 @pytest.mark.parametrize(
     ("number", "length"), some_by_day([(1, 7000), (0, 32_000)], lambda case: case[1] == 7000)
 )
@@ -460,13 +447,6 @@ def test_the_bundled_model_answers_with_a_head_of_eight_bits(number: int, length
     assert "".join(chat.ask(asked["question"], max_tokens=8)) == asked["answer"]
     assert chat.report is not None
     assert chat.report.weights == "int8+head"
-
-
-def test_the_flag_takes_the_forms_that_there_are() -> None:
-    assert settings.WEIGHTS == linear.FORMS
-    assert [linear.packs(form) for form in linear.FORMS] == [
-        *((), (), ("int8",), ("int4",), ("int8",), ("int4", "int8"))
-    ]
 
 
 def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,44 +118,6 @@ def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
     assert len(count) < 2 * kv.position
 
 
-BASES = [
-    w[0]
-    for w in COMPOSITIONS
-    if len(w) == 1 and "select" not in {part.axis for part in policies.find(w[0]).parts}
-]
-
-
-def shares_layers(name: str) -> bool:
-    return any(part.name == "global" for part in policies.find(name).parts)
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_kvcrush_without_representatives_is_its_base(base: str) -> None:
-    """Of every method that has no selector of its own."""
-    crushed = policies.find(f"kvcrush({base})").name
-    net = network(layers=2)
-    prompts = [
-        engine(net, name, "none", 50, prompt_options=given)
-        for name, given in (
-            # What a method shares over all layers is shared layer by layer here.
-            (base + "+uniform" * shares_layers(base), {}),
-            (crushed, presets(base) | {"ratio": 0.0}),
-        )
-    ]
-    for turn in range(2):
-        found = []
-        for run in prompts:
-            run.prompt(ids(90, seed=turn))
-            run.step(turn)
-            found.append(kept(run.kv))
-        assert found[0] == found[1]
-
-
-def presets(base: str) -> dict[str, object]:
-    """The base's own defaults, where another part brings some along."""
-    return {option.name: option.default for option in policies.find(base).prompt_options}
-
-
 @pytest.mark.parametrize("examples", some_by_day([8, 20], lambda count: count == 8))
 def test_streaming_is_the_same_however_rows_come(examples: int) -> None:
     """As one prompt, in several, in blocks, token by token, and for any network."""

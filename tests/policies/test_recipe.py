@@ -135,26 +135,6 @@ def test_toys_are_policies_like_all_others() -> None:
 
 
 @pytest.mark.usefixtures("toys")
-@pytest.mark.parametrize(
-    ("policy", "decode"),
-    [
-        ("values", "toystep"),
-        ("adakv+first", "roco"),
-        ("kvcrush(values)+critical+turns", "toystep"),
-    ],
-)
-@pytest.mark.parametrize("windows", [(None, None), (20, None)])
-def test_toys_in_the_walks_of_the_property_tests(
-    policy: str, decode: str, windows: tuple[int | None, ...]
-) -> None:
-    walk = Walk(EvictionConfig.read(policy, decode, 60), windows=windows, pinned=2)
-    for turn in range(2):
-        walk.prompt(ids(90, seed=turn))
-        for token in ids(8, seed=turn):
-            walk.step(token)
-
-
-@pytest.mark.usefixtures("toys")
 def test_a_toy_keeps_what_it_says() -> None:
     """Rows of large values."""
     walk = Walk(EvictionConfig.read("values", "none", 30, {"sinks": 0}))

@@ -19,6 +19,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.capture import Capture
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels import lowest
@@ -129,20 +130,19 @@ def scheduler(
     step: str = "none",
     budget: int | str | None = 64,
     *,
-    poison: bool = True,
+    kv: torch.dtype | None = None,
+    stride: int = 0,
     prompt_options: dict[str, object] | None = None,
     step_options: dict[str, object] | None = None,
 ) -> KVCache:
     """A cache whose arena is born full of NaN."""
-    return over(
-        net,
-        Rules(
-            policies.prompt_policy(prompt, prompt_options),
-            policies.step_policy(step, SOON.get(step) if step_options is None else step_options),
-            Budget.parse(budget) if budget is not None else None,
-        ),
-        poison=poison,
+    rules = Rules(
+        policies.prompt_policy(prompt, prompt_options),
+        policies.step_policy(step, SOON.get(step) if step_options is None else step_options),
+        Budget.parse(budget) if budget is not None else None,
+        stride,
     )
+    return over(net, rules, kv=kv)
 
 
 class Rotated(KVCache):
@@ -172,8 +172,16 @@ def over(
     )
 
 
-def engine(net: Llama, *args: object, **kwargs: object) -> Engine:
-    return Engine(net, scheduler(net, *args, **kwargs))  # type: ignore[arg-type]
+def engine(
+    net: Llama,
+    prompt: str = "full",
+    step: str = "none",
+    budget: int | str | None = 64,
+    capture: Capture | str | None = "auto",
+    **more: Any,
+) -> Engine:
+    """capture: see `Engine`. more: as of `scheduler`."""
+    return Engine(net, scheduler(net, prompt, step, budget, **more), capture)
 
 
 def ids(count: int, seed: int = 0) -> list[int]:

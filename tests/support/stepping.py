@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from small import SOON, VOCAB, ids, network, over
+from small import VOCAB, engine, ids, network
 from tape import Tape
 
 from minikv import policies
-from minikv.cache.budget import Budget
-from minikv.cache.rules import Rules
 from minikv.engine.capture import Capture
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
@@ -19,27 +17,6 @@ from minikv.models.llama import Llama
 
 GREEDY = Sampling()
 STEPS = [name for name in policies.step_names() if name != "none"]
-
-
-def engine(
-    net: Llama,
-    capture: Capture | None,
-    prompt: str = "full",
-    step: str = "none",
-    budget: int | None = None,
-    *,
-    kv: torch.dtype | None = None,
-    options: dict[str, object] | None = None,
-) -> Engine:
-    rules = Rules(
-        policies.prompt_policy(prompt),
-        policies.step_policy(step, SOON.get(step) if options is None else options),
-        None if budget is None else Budget.parse(budget),
-    )
-    cache = over(net, rules, kv=kv)
-    if isinstance(capture, Tape):
-        cache.use(Kernels())  # a tape hears torch alone, and nothing may read a value
-    return Engine(net, cache, capture)
 
 
 @dataclass
@@ -105,6 +82,9 @@ def pair(
 ) -> Pair:
     net = net or network(layers=2)
     one, two = (
-        engine(net, c, prompt, step, budget, kv=kv, options=options) for c in (None, capture)
+        engine(net, prompt, step, budget, each, kv=kv, step_options=options)
+        for each in (None, capture)
     )
+    if isinstance(capture, Tape):
+        two.kv.use(Kernels())  # a tape hears torch alone, and nothing may read a value
     return Pair(one, two, sampling)

@@ -17,7 +17,7 @@ from forms import Form, forms, needs_c
 from pairwise import pairwise, some_by_day
 from tensors import absurd, guarded, in_use, randoms, untouched
 from torch import Tensor
-from triton_device import close, kernel, on_device
+from triton_device import INTERPRETED, close, kernel, on_device
 from triton_device import guarded as place
 
 from minikv.kernels import Advancing, NewRow, Slots
@@ -311,20 +311,27 @@ def test_other_strides_and_dtypes_are_refused() -> None:
             native.hash_append(replace(case.rule, matrices={LAYER: rule}), new)
 
 
+HASHED = [
+    (torch.float32, 8, 64),
+    (torch.bfloat16, 15, 80),
+    (torch.float32, 31, 96),
+    (torch.bfloat16, 64, 128),
+    (torch.float16, 3, 256),
+    (torch.bfloat16, 16, 16),
+]
+
+
 @on_device
 @pytest.mark.parametrize(
-    ("dtype", "bits", "size"),
+    ("dtype", "bits", "size", "more"),
     [
-        (torch.float32, 8, 64),
-        (torch.bfloat16, 15, 80),
-        (torch.float32, 31, 96),
-        (torch.bfloat16, 64, 128),
-        (torch.float16, 3, 256),
-        (torch.bfloat16, 16, 16),
+        (*sizes, more)
+        for i, sizes in enumerate(HASHED)
+        for j, more in enumerate(("", "columns", "int8"))
+        if not INTERPRETED or j == i % 3
     ],
     ids=str,
 )
-@pytest.mark.parametrize("more", ["", "columns", "int8"])
 def test_victims_and_new_rows_in_triton(
     dtype: torch.dtype, bits: int, size: int, more: str
 ) -> None:

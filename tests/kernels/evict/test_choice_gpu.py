@@ -85,6 +85,8 @@ def test_the_edge_is_found(count: int, few: bool, monkeypatch: pytest.MonkeyPatc
     ends, between = [0, 1, have, have + 7], [have // 3, have - 1]
     chosen_alike(tied, pos, free, wish, between if count > 40 else ends + between, whole=True)
     chosen_alike(tied, pos, free & False, wish, ends[:1])
+    if INTERPRETED and count > 40:
+        return  # the rest is for fewer rows, or a GPU
     chosen_alike(torch.zeros_like(tied), pos, free, wish, between[:1])
     plain = draw(8, tied.shape, torch.float32)
     plain[:, 1::3] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)  # a GPU's NaN

@@ -184,9 +184,9 @@ def test_statistics_and_victims(form: Form, policy: str) -> None:
     """In Triton in tiles of 16 rows, so that a head has several."""
     step, many = form.find()[policy], form.by == "c"  # type: ignore[index]
     most, more = (300, {}) if many else (70, {"block": 16})
-    for seed in range(60 if many else 10):
+    for seed in range(60 if many else 6):
         check(policy, step, drawn(policy, seed, exact=True, most=most), form.place, **more)
-    for seed in range(40 if many else 3):
+    for seed in range(40 if many else 2):
         check(policy, step, smooth(policy, seed, most), form.place, **more)
 
 

@@ -166,23 +166,6 @@ def test_a_step_is_that_of_separate_calls(
     same(*caches[1:])
 
 
-@pytest.mark.parametrize("bits", [8, 16, 31, 60])
-@pytest.mark.parametrize("hash_with", ["query", "key"])
-def test_hashevict_with_other_codes(bits: int, hash_with: str, calls: list[int]) -> None:
-    net, options = network("5"), {"bits": bits, "hash_with": hash_with}
-    one, two = (cached(net, "hashevict", None, way, options) for way in ("rest", "layers"))
-    net.use(one.kv.ops)
-    apart = told(one, 20)
-    net.use(two.kv.ops)
-    for mine, other in zip(apart, told(two, 20), strict=True):
-        assert torch.equal(mine, other)
-    assert calls == [3] * 20
-    same(one.kv, two.kv)
-    held = two.kv.arena.columns["pos"]
-    assert int(held.max()) == 89  # the newest row overwrote an older one
-    assert int((held > 69).sum()) > 20
-
-
 def test_rows_before_the_window_are_not_seen() -> None:
     """A cache reuses the row that slid out, so nothing else hides one."""
     net = network(window=20)

@@ -10,21 +10,16 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import rest_twin
-import small
 import torch
 from pairwise import pairwise
 from torch import Tensor
-from triton_device import DEVICE, draw, guarded, kernel, on_device, untouched
+from triton_device import draw, guarded, kernel, on_device, untouched
 
-from minikv.cache.attend import DenseAttend
-from minikv.kernels.dispatch import Kernels
 from minikv.kernels.product.matrix import Matrix
 from minikv.models.linear import Plain, as_read, kept
-from minikv.models.llama import Llama
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -137,45 +132,6 @@ def test_groups_of_every_size() -> None:
         norm = torch.ones(columns, dtype=BFLOAT16)
         got = kernel("layer.rest_gpu").normed_product(ours, guarded(norm), 1e-6)(guarded(x))
         near(got, rest_twin.normed_product(theirs, norm, 1e-6)(x), "int4")
-
-
-@on_device
-def test_a_step_of_a_network_takes_them() -> None:
-    """A prompt is not one row; and what watches the norms sees them, so nothing is left out."""
-    config = small.network(layers=2).config
-    net = Llama(config, dtype=torch.float16, device=DEVICE).randomise(1, 0.2)
-    rest, called = kernel("layer.rest_gpu"), []
-
-    class Stand(Kernels):
-        products = True
-
-        @staticmethod
-        def rest(*given: Any) -> Any:
-            made = rest.rest(*given)
-            return lambda *args: called.append("rest") or made(*args)
-
-        @staticmethod
-        def normed_product(*given: Any) -> Any:
-            made = rest.normed_product(*given)
-            return lambda *args: called.append("first") or made(*args)
-
-    found = []
-    for ops in (Stand(), None):
-        net.use(ops)
-        kv = DenseAttend(net.config.windows)
-        kv.begin(4)
-        logits = [net.forward(torch.tensor(small.ids(4)), kv)]
-        assert called == [] or ops is None
-        logits += [net.forward(torch.tensor([token]), kv) for token in small.ids(1, 1)]
-        found.append(torch.stack(logits))
-    assert called == ["first", "rest", "rest"]
-    near(found[0], found[1], "auto")
-    called.clear()
-    net.use(Stand())
-    seen: list[Tensor] = []
-    kv.watch = seen.append  # type: ignore[attr-defined]
-    net.forward(torch.tensor([1]), kv)
-    assert (called, len(seen)) == ([], 2)
 
 
 def test_what_they_do_not_take() -> None:
