@@ -163,19 +163,15 @@ STEPS = policies.step_names()
 PARTS = (*registry.SCORERS, *registry.OTHER_PARTS)
 
 
-@pytest.mark.parametrize("part", PARTS)
-@given(data=st.data())
-@BRIEF
-def test_walks_with_every_part(part: str, data: st.DataObject) -> None:
-    """Invariant 2, for all that is registered: see `Walk`."""
-    run(data, part, "")
-
-
-@pytest.mark.parametrize("step", STEPS)
-@given(data=st.data())
-@BRIEF
-def test_walks_with_every_step_policy(step: str, data: st.DataObject) -> None:
-    run(data, "", step)
+@pytest.mark.parametrize(
+    "how", [BRIEF, pytest.param(LONG, marks=pytest.mark.soak)], ids=["", "many"]
+)
+@pytest.mark.parametrize(
+    ("part", "step"), [*((part, "") for part in PARTS), *(("", step) for step in STEPS)]
+)
+def test_walks(part: str, step: str, how: settings) -> None:
+    """Invariant 2, for all that is registered: see `Walk`. At night about 10,000 walks."""
+    how(given(st.data())(lambda data: run(data, part, step)))()
 
 
 @pytest.mark.parametrize(
@@ -289,20 +285,3 @@ def test_another_policy_finds_true_columns(other: int, stride: int, before: list
 
 def test_every_part_is_in_a_composition() -> None:
     assert {part for words in COMPOSITIONS for part in parts("+".join(words))} == set(PARTS)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("part", PARTS)
-@given(data=st.data())
-@LONG
-def test_ten_thousand_walks(part: str, data: st.DataObject) -> None:
-    """With those of the step policies about 10,000."""
-    run(data, part, "")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", STEPS)
-@given(data=st.data())
-@LONG
-def test_ten_thousand_walks_with_every_step_policy(step: str, data: st.DataObject) -> None:
-    run(data, "", step)

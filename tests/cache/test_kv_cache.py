@@ -27,7 +27,6 @@ from minikv.cache.snapshot import Outcome
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
-from minikv.policies.parts import LayerAllocator
 
 
 def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[Tensor]:
@@ -134,34 +133,6 @@ def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: s
             compare(got, [token])
 
 
-def check(kv: KVCache, budget: int, *, exact: bool) -> None:
-    held = kv.arena.held
-    for layer in range(kv.shape.layers):
-        index, live = kv.arena.index(layer)
-        for name, column in kv.arena.columns.items():
-            assert torch.isfinite(column[index[live]].float()).all(), name
-        for head in range(kv.shape.kv_heads):
-            pos = kv.kept(layer, head)
-            assert len(pos) == held[layer, head]
-            assert pos.unique().numel() == len(pos)
-            policy = kv.rules.prompt
-            if policy is None or policy.evidence.window:  # else the newest may leave, too
-                assert pos[-1] == kv.position - 1
-            assert pos[0] >= 0
-    if kv.rules.prompt is not None:
-        more = 0 if exact or kv.rules.step is None else kv.rules.step.block - 1
-        if kv.rules.step is not None or exact:
-            most = budget + more
-            assert held.sum() <= kv.shape.layers * kv.shape.kv_heads * most
-            if type(kv.rules.prompt.layers) is LayerAllocator:
-                assert (held.sum(1) <= kv.shape.kv_heads * most).all()
-        if kv.rules.step is not None:
-            assert (held <= kv.arena.cap + more).all()
-            totals = kv.arena.cap.sum(1)
-            assert totals.sum() == kv.shape.layers * kv.shape.kv_heads * budget
-            assert (totals == totals[0]).all() or type(kv.rules.prompt.layers) is not LayerAllocator
-
-
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
     """Stopped at every chunk of every layer: of two policies each at a half of them, some in the
@@ -235,7 +206,6 @@ def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatc
         run.kv.drop()
     assert (run.kv.position, run.kv._arena.rows) == (0, 0)
     run.prompt(ids(100))
-    check(run.kv, 48, exact=False)
     for token in ids(4):
         assert torch.equal(run.step(token), other.step(token))
 

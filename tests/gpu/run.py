@@ -1,7 +1,6 @@
 """Try and measure minikv on a GPU, with one command.
 
     python tests/gpu/run.py [first]                  facts, checks, the figures: 7 minutes
-    python tests/gpu/run.py second                   what failed the first time
     python tests/gpu/run.py check                    all tests for a GPU
     python tests/gpu/run.py smoke figures            steps by name
     python tests/gpu/run.py --dry first              only say what would run
@@ -9,9 +8,7 @@
 
 A step is a process, or several at once, with a limit in time; one that fails does not stop the next
 one. All output is also in OUT/log.txt. OUT/steps.json says what became of each step, and is written
-after each; every measurement writes its own file as it goes. `second` repeats the checks and the
-figures that smoke.json, figures.json and peer.json in .gpu/ call failed. minikv need not be
-installed.
+after each; every measurement writes its own file as it goes. minikv need not be installed.
 GPU_TEST_SEED=N repeats the random numbers of the checks.
 """
 
@@ -36,12 +33,9 @@ from typing import IO, Any
 from plain_tree import ROOT, linked
 
 HERE = Path(__file__).resolve().parent
-BEFORE = ROOT / ".gpu"
-"""What an earlier run brought back."""
 PYTHON = sys.executable
 GROUPS: Mapping[str, Sequence[str]] = {
     "first": ("facts", "smoke", "figures", "peer"),
-    "second": ("again",),
     "check": ("facts", "smoke", "tests"),
 }
 LIMIT = "SECONDS"
@@ -99,7 +93,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         tests += ["-n", "0", str(ROOT / "tests/kernels/append/test_forms.py")]
     else:
         tests += map(str, with_gpu_tests())
-    failed_checks, failed_items = failures(BEFORE)
     found = [
         Step("facts", 20, [script("facts")]),
         smoke("smoke", 80),
@@ -107,10 +100,6 @@ def steps(out: Path, *, small: bool, scratch: Path) -> Mapping[str, Step]:
         figures("peer", "peer.json", 75, "--items", "peer"),
         Step("tests", 400, [(*tests, f"--junitxml={out / 'pytest.xml'}")]),
     ]
-    if failed_checks:
-        found.append(smoke("again", 90, "--only", *failed_checks))
-    if failed_items:
-        found.append(figures("figures again", "again.json", 120, "--items", *failed_items))
     return {step.name: step for step in found}
 
 
@@ -122,20 +111,6 @@ def with_gpu_tests() -> list[Path]:
         for file in files
         if re.search(r"mark\.gpu|triton_device|import Form\b", file.read_text())
     ]
-
-
-def failures(folder: Path) -> tuple[list[str], list[str]]:
-    """The checks and the figures that failed in a run whose files are in this folder."""
-
-    def read(name: str) -> Any:
-        try:
-            return json.loads((folder / name).read_text())
-        except (OSError, ValueError):
-            return {}
-
-    checks = [one["check"] for one in read("smoke.json").get("checks", ()) if one["state"] != "ok"]
-    items = {**read("figures.json").get("items", {}), **read("peer.json").get("items", {})}
-    return checks, [name for name, one in items.items() if one["state"] != "ok"]
 
 
 def merged(files: Sequence[Path], into: Path) -> None:
@@ -265,10 +240,6 @@ def main() -> int:
         names: list[str] = []
         for name in asked.names:
             names += GROUPS.get(name, (name,))
-        if "again" in names and "again" not in known:  # nothing failed
-            names.remove("again")
-        if "second" in asked.names and "figures again" in known:
-            names.insert(0, "figures again")
         if unknown := [name for name in names if name not in known]:
             there = ", ".join((*GROUPS, *known))
             parser.error(f"no step is called {unknown[0]!r}; there are {there}")

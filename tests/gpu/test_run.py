@@ -16,7 +16,7 @@ from pairwise import some_by_day
 sys.path.insert(0, str(Path(__file__).parent))
 
 import run
-from run import GROUPS, HERE, ROOT, Runner, Step, steps
+from run import GROUPS, HERE, ROOT, Runner, Step
 
 
 def called(*options: object, **env: str) -> subprocess.CompletedProcess[str]:
@@ -77,20 +77,6 @@ def test_the_scripts_run_on_a_cpu(tmp_path: Path, more: tuple[str, ...]) -> None
     assert not any(captured), "there is no graph here"
 
 
-def test_the_checks_are_dealt_out_once() -> None:
-    """Whatever the number of processes; the longest one first."""
-    pytest.importorskip("triton", reason="no Triton on this system")
-    import smoke
-
-    made = [smoke.Check(str(i), str, float(i % 7 + 1)) for i in range(40)]
-    for parts in (1, 3, 14, 50):
-        dealt = [smoke.dealt(made, part, parts) for part in range(parts)]
-        assert sorted(one.name for each in dealt for one in each) == sorted(c.name for c in made)
-        loads = [sum(check.seconds for check in each) for each in dealt]
-        assert max(loads) <= sum(loads) / parts + 7
-        assert all([*each] == sorted(each, key=lambda c: -c.seconds) for each in dealt)
-
-
 @pytest.mark.soak
 def test_an_item_that_ends_its_process_does_not_end_the_others(tmp_path: Path) -> None:
     """As after an illegal access, and as when the GPU hangs."""
@@ -124,19 +110,6 @@ def test_an_item_that_ends_its_process_does_not_end_the_others(tmp_path: Path) -
     }
     assert [row["case"] for row in found["rows"]] == ["x", "y"]
     assert "not measured: bad (failed), dead (died), hangs (hung), long (left out)" in ran.stdout
-
-
-def test_what_failed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`second` takes the checks and figures that the files of the run before call failed."""
-    monkeypatch.setattr(run, "BEFORE", tmp_path)
-    assert "again" not in steps(tmp_path, small=False, scratch=tmp_path)
-    checks = [{"check": "one", "state": "died"}, {"check": "two", "state": "ok"}]
-    (tmp_path / "smoke.json").write_text(json.dumps({"checks": checks}))
-    items = {"packed weights": {"state": "hung"}, "memory": {"state": "ok"}}
-    (tmp_path / "figures.json").write_text(json.dumps({"items": items}))
-    known = steps(tmp_path, small=False, scratch=tmp_path)
-    assert known["again"].commands[0][-2:] == ("--only", "one")
-    assert known["figures again"].commands[0][-2:] == ("--items", "packed weights")
 
 
 def test_a_check_that_fails_is_reported_and_the_others_run(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import os
 import shutil
-import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -367,14 +366,6 @@ def test_a_disk_that_takes_nothing_is_one_line(
     assert not packed_files.store().exists() or os.listdir(packed_files.store()) == []
 
 
-def test_a_cache_that_is_no_folder_is_one_line(folder: Path) -> None:
-    packed_files.store().parent.write_text("")
-    watcher = Watcher()
-    assert load(folder, watcher=watcher)[1] > 0
-    assert all("\n" not in line for line in watcher.lines)
-    assert "not kept" in watcher.lines[-1]
-
-
 def test_a_model_that_cannot_be_read_is_not_called_damaged(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,17 +400,6 @@ def test_a_directory_is_known_by_its_path_and_a_model_of_the_hub_by_its_name(
     for name in (".", "../model", str(folder)):
         assert packed.known_as(name, folder) == str(folder)
     assert packed.known_as("owner/name", folder) == "owner/name"
-
-
-def test_a_start_removes_what_a_killed_one_left(folder: Path) -> None:
-    load(folder)
-    part = packed_files.store() / f".{files()[0].stem}.0a1b2c3d.part"
-    part.write_text("")
-    load(folder)
-    assert part.exists()  # it may be written at this moment
-    os.utime(part, (time.time() - 4000,) * 2)
-    load(folder)
-    assert not part.exists()
 
 
 def test_ctrl_c_while_writing_leaves_nothing(folder: Path) -> None:
