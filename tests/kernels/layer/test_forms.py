@@ -12,12 +12,7 @@ from forms import Form, forms
 from tensors import randoms, untouched
 from triton_device import close
 
-from minikv.cache import kv_cache
-from minikv.kernels.dispatch import Kernels
-from minikv.kernels.layer import plain
-from minikv.loader import build
 from minikv.models.rope import RopeConfig, Rotary
-from minikv.settings import Settings
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,27 +95,3 @@ def test_the_table_of_a_position(
     for mine, want in zip(got, rotary.table(position, 1, dtype), strict=True):
         assert (mine.shape, mine.dtype) == (want.shape, want.dtype)
         close(mine, want, form.loose(dtype))
-
-
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_chat_takes_them_where_the_cache_does(
-    monkeypatch: pytest.MonkeyPatch, broken: bool
-) -> None:
-    class Stand(Kernels):
-        name = "triton"
-
-        @staticmethod
-        def silu_mul(both: torch.Tensor) -> torch.Tensor:
-            if broken:
-                raise RuntimeError("cannot be built")
-            return plain.silu_mul(both)
-
-    monkeypatch.setattr(
-        kv_cache, "choose", lambda *a: ((Stand() if a[1] == "auto" else Kernels()), None)
-    )
-    chat = build(Settings())
-    net, kv = chat.engine.network, chat.engine.kv
-    assert (kv.ops.name, chat.engine.notices != []) == (
-        ("torch", True) if broken else ("triton", False)
-    )
-    assert broken or net.ops is kv.ops  # type: ignore[attr-defined]
