@@ -25,7 +25,6 @@ from typed import invoke
 import minikv
 import minikv.models as models
 from minikv.cli.bench import networks as random_models
-from minikv.kernels.dispatch import Kernels
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
@@ -213,26 +212,6 @@ def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.Monkey
     assert right(made, x, made(x))
 
 
-@torch.no_grad()
-def test_one_row_does_not_go_through_onednn_without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
-    honest = linear.F.linear
-
-    def spy(*args: Tensor) -> Tensor:
-        seen.append(torch._C._get_mkldnn_enabled())
-        return honest(*args)
-
-    monkeypatch.setattr(linear.F, "linear", spy)
-    monkeypatch.setattr(linear, "has_tiles", lambda: False)
-    made = matrix(64, 64)
-    made(torch.randn(1, 64).bfloat16())
-    made(torch.randn(2, 64).bfloat16())
-    assert seen[0] is False
-    assert torch._C._get_mkldnn_enabled() is True
-    Plain(torch.ones(4, 4))(torch.ones(1, 4))  # float32 is left to torch
-    assert seen[-1] is True
-
-
 # -- loading --------------------------------------------------------------------------------
 
 
@@ -325,85 +304,6 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
     one, two = DenseCache(2), DenseCache(2)
     for part in (ids, ids[3:4], ids[7:8]):  # a prompt, and steps
         assert near(made.forward(part, one)[None], plain.forward(part, two)[None], exact)
-
-
-def test_the_kernels_of_a_device_multiply_by_a_packed_head(tmp_path: Path) -> None:
-    checkpoint, config = stored(tmp_path, WIDE)
-    made = load_network(checkpoint, config, form="int8+head")
-    row = torch.ones(1, 64, dtype=torch.bfloat16)
-    before = made.logits(row)
-    plain = Plain(torch.ones(64, 64, dtype=torch.bfloat16))
-    ops: Any = Kernels()
-    ops.int8_product = lambda x, codes, scale, out: x[:, :1] + codes.shape[0]
-    ops.row_product = lambda x, weight: x[:, :1] - weight.shape[0]
-    ops.integer_prompts = ops.products = True
-    made.use(ops)
-    assert made.logits(row) == 1 + config.vocab
-    assert made.layers[0].out(row)[0, 0] == 1 + config.hidden
-    made.layers[0].out = plain
-    made.use(ops)
-    with torch.inference_mode():
-        assert plain(row)[0, 0] == 1 - 64
-    ops.products = False
-    for unused in (ops, None):
-        made.use(unused)
-        assert torch.equal(made.logits(row), before)
-        with torch.inference_mode():
-            assert plain(row)[0, 0] == 64
-
-
-@pytest.mark.parametrize("form", ["int8", "int4"])
-def test_many_rows_are_left_to_torch_where_that_is_faster(form: str, tmp_path: Path) -> None:
-    """A few rows are not: a step would be slower."""
-    checkpoint, _ = stored(tmp_path, WIDE)
-    made = load_network(checkpoint, ModelConfig.from_folder(tmp_path), form=form)
-    matrix, asked = made.layers[0].out, []
-
-    def product(x: torch.Tensor, *rest: object) -> torch.Tensor:
-        asked.append(len(x))
-        return x.new_zeros(len(x), matrix.shape[0])  # type: ignore[attr-defined]
-
-    ops: Any = Kernels()
-    ops.int8_product = ops.int4_product = product
-    ops.products = True
-    few, many = (torch.ones(n, matrix.shape[1], dtype=torch.bfloat16) for n in (3, 40))  # type: ignore[attr-defined]
-    made.use(ops)
-    assert bool(matrix(many).any())
-    assert not bool(matrix(few).any())
-    assert asked == [3]
-    ops.rows_product = lambda matrix: lambda x, out: x[:, :1] - matrix.outs
-    made.use(ops)
-    assert not bool(matrix(few).any())
-    assert bool((matrix(many) == 1 - matrix.shape[0]).all())  # type: ignore[attr-defined]
-    ops.integer_prompts = True
-    made.use(ops)
-    assert not bool(matrix(many).any())
-    assert asked == [3, 3, 40]
-    made.use(None)
-    assert bool(matrix(many).any())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "given", "asked", "rows"),
-    [
-        (torch.bfloat16, None, None, 1024),
-        (torch.bfloat16, None, 2048, 2048),
-        (torch.bfloat16, 96, 2048, 96),
-        (torch.float32, None, 2048, 512),
-    ],
-)
-def test_kernels_may_ask_for_more_rows_of_a_prompt(
-    dtype: torch.dtype, given: int | None, asked: int | None, rows: int
-) -> None:
-    config = random_models.llama(1, 64, 4, 2, 16, 64, 32)
-    made = Llama(config, dtype=dtype, rows=given)
-    before = made.rows
-    ops = Kernels()
-    ops.prompt_rows = asked
-    made.use(ops)
-    assert made.rows == rows
-    made.use(None)
-    assert made.rows == before
 
 
 def test_a_head_that_is_stored_wider_is_packed_as_bfloat16(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -62,18 +61,6 @@ def test_the_table_is_what_runs(processor: str) -> None:
     packed = choice.CHOICES[processor]["prompts with packed weights"]
     assert (ops.rows_product is not None) == (packed == choice.TILES)
     assert ops.integer_prompts == (packed == choice.C)
-
-
-@needs_compiler
-def test_where_bfloat16_is_slow_floats_multiply() -> None:
-    """Intel without tiles: attention of prompts in C, and torch's products of many rows."""
-    ops = chosen("avx512-bf16-intel")
-    assert ops.last_rows_attention == prefill.FLOAT.last_rows_attention
-    assert ops.float_rows == choice.FLOAT_ROWS["avx512-bf16-intel"]
-    assert "C in float32 for prompt attention" in ops.choices
-    assert chosen("avx512-bf16").float_rows is None
-    slow, _ = dispatch.choose(CPU, "torch", 64, torch.bfloat16, "avx512-bf16-intel")
-    assert slow.float_rows == ops.float_rows
 
 
 @needs_compiler
@@ -198,27 +185,3 @@ def test_linux_refuses_tiles_and_attention_goes_on() -> None:
     refused, found, available = done.stdout.split() or [done.stderr, "", ""]
     assert (refused, available) == ("True", "False")
     assert found == "avx512-bf16-intel" or choice.processor() != "amx"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (
-            "processor\t: 0\nvendor_id\t: GenuineIntel\nflags\t: fpu\n\nprocessor\t: 1\n",
-            "GenuineIntel",
-        ),
-        ("processor\t: 0\nBogoMIPS\t: 50.00\n", ""),
-        (None, ""),
-    ],
-)
-def test_the_maker_is_what_linux_says(
-    text: str | None, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(path: Path) -> str:
-        assert path == Path("/proc/cpuinfo")
-        if text is None:
-            raise FileNotFoundError
-        return text
-
-    monkeypatch.setattr(Path, "read_text", read)
-    assert choice.vendor() == found
