@@ -4,17 +4,14 @@ instructions where they are meant, no more shared memory than a multiprocessor h
 
 By default some of what a model of 8B launches, for compute capability 9.0; `pytest -m "soak or not
 soak"` adds the rest of it, other head sizes and dtypes, and 8.0. Nothing comes from Triton's cache.
-With pytest-xdist the workers share the builds; without it threads do.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,9 +120,7 @@ class Built:
     shared: int
 
 
-def compiled(
-    name: str, arch: int, tool: Path, folder: Path, unaligned: Collection[str] = ()
-) -> Built:
+def compiled(name: str, arch: int, folder: Path, unaligned: Collection[str] = ()) -> Built:
     """Compile a build and read the machine code. It is disassembled only where a test reads
     instructions: that takes as long as compiling. unaligned: pointers that the compiler is not told
     to be aligned, as it would be by a mistake in the kernel's decorator."""
@@ -133,12 +128,15 @@ def compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    build = KNOWN[name]
+    build, tool = KNOWN[name], cuobjdump()
     names = list(build.signature)
     attrs = {at: value for at, value in build.attrs.items() if names[at[0]] not in unaligned}
     source = ASTSource(build.fn, dict(build.signature), dict(build.constants), attrs)
-    made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(build.options))
-    cubin = folder / f"{'-'.join([*name.split(), str(arch), *unaligned])}.cubin"
+    with triton.knobs.cache.scope():
+        triton.knobs.cache.dir = str(folder / "cache")
+        target = GPUTarget("cuda", arch, 32)
+        made = triton.compile(source, target=target, options=dict(build.options))
+    cubin = folder / "made.cubin"
     cubin.write_bytes(made.asm["cubin"])
 
     def said(*command: str | Path) -> str:
@@ -166,53 +164,13 @@ def cuobjdump() -> Path:
     return tool
 
 
-def alone(name: str, folder: Path, *, unaligned: Collection[str] = ()) -> Built:
-    """A build of one test, for compute capability 9.0."""
-    import triton
-
-    with triton.knobs.cache.scope():
-        triton.knobs.cache.dir = str(folder / "cache")
-        return compiled(name, DEFAULT, cuobjdump(), folder, unaligned)
-
-
-@pytest.fixture(scope="module")
-def build(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Callable[[str, int], Built]]:
-    """(name, arch) -> Built. The first call starts all builds of this run."""
-    import triton
-
-    tool = cuobjdump()
-    folder = tmp_path_factory.mktemp("cubins")
-    started: dict[tuple[str, int], Future[Built]] = {}
-    with triton.knobs.cache.scope(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        triton.knobs.cache.dir = str(folder / "cache")
-
-        def start(name: str, arch: int) -> Future[Built]:
-            if (name, arch) not in started:
-                started[name, arch] = pool.submit(compiled, name, arch, tool, folder)
-            return started[name, arch]
-
-        def one(name: str, arch: int) -> Built:
-            if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers divide the tests themselves
-                for item in request.session.items:
-                    if (
-                        isinstance(item, pytest.Function)
-                        and item.originalname == "test_machine_code"
-                    ):
-                        start(**item.callspec.params)
-            return start(name, arch).result()
-
-        yield one
-
-
 OLD_SINE = {"rotary_table bf16-128": 32}
 """Bytes of stack in which Triton 3.6 reduces large angles. It runs once a step."""
 
 
 @pytest.mark.parametrize(("name", "arch"), BUILDS)
-def test_machine_code(build: Callable[[str, int], Built], name: str, arch: int) -> None:
-    built, asked = build(name, arch), KNOWN[name]
+def test_machine_code(name: str, arch: int, tmp_path: Path) -> None:
+    built, asked = compiled(name, arch, tmp_path), KNOWN[name]
     words = {word: word.split(".") for word in built.instructions}
     heads = {parts[0] for parts in words.values()}
     assert built.local == 0
@@ -246,7 +204,7 @@ def test_the_gate_refuses_keys_or_values_that_are_read_narrowly(
     """A `split` that is not told that keys or values are aligned reads them two bytes at a time.
     Its queries are still read 16 bytes at a time, which is no excuse."""
     name = "split bf16-128"
-    built = alone(name, tmp_path, unaligned=unaligned)
+    built = compiled(name, DEFAULT, tmp_path, unaligned)
     assert set(built.reads["q"]) == {16}
     assert too_narrow(built.reads, KNOWN[name].reads) == [
         f"{pointer} is read 2 bytes at a time, not 16" for pointer in sorted(unaligned)
