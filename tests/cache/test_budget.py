@@ -15,7 +15,7 @@ def test_budget(text: str, rows: int) -> None:
     assert Budget.parse(text).rows(1000, row_bytes=128, heads=8) == rows
 
 
-@pytest.mark.parametrize("text", ["512", "20%", "12.5%", "100B", "1KiB", "64MiB", "1.5GiB"])
+@pytest.mark.parametrize("text", ["auto", "512", "20%", "12.5%", "100B", "1KiB", "64MiB", "1.5GiB"])
 def test_a_budget_is_shown_as_it_was_written(text: str) -> None:
     assert str(Budget.parse(text)) == text
 
@@ -39,6 +39,13 @@ BAD = [
 def test_bad_budget(text: str) -> None:
     with pytest.raises(UsageError, match="the budget cannot be"):
         Budget.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1.5KiB", 1536), ("512", None), ("20%", None), ("auto", None), ("x", None)]
+)
+def test_a_size_is_a_budget_in_bytes(text: str, size: int | None) -> None:
+    assert Budget.size(text) == size
 
 
 @pytest.mark.parametrize(

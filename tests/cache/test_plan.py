@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minikv.cache.arena import Layout
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.plan import Plan, Prompt, RowsBefore, Setup, peak, plan_prompt
+from minikv.cache.plan import Plan, Prompt, RowsBefore, Setup, held_after, peak, plan_prompt
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Tier
@@ -109,6 +109,41 @@ def test_an_arena_without_rows_has_tables_of_nothing() -> None:
 
 
 # -- memory: measured, but for a chunk's output twice, <= planned <= 1.05 x measured ---------------
+
+
+@pytest.mark.parametrize("windows", [None, (None, 30, None)], ids=["", "windows"])
+@pytest.mark.parametrize(
+    ("policy", "step", "stride"),
+    [
+        ("full", "none", 0),
+        ("snapkv", "none", 0),
+        ("snapkv", "roco", 0),
+        ("full", "roco", 0),
+        ("snapkv+global", "none", 0),
+        ("snapkv+global", "roco", 0),
+        ("full", "tova", 8),
+    ],
+)
+def test_what_is_held_after_an_answer_is_what_was_planned(
+    policy: str, step: str, stride: int, windows: tuple[int | None, ...] | None
+) -> None:
+    """Of windows an upper bound."""
+    net = small.network(windows=windows)
+    budget = None if policy == "full" and step == "none" else 40
+    run = small.engine(net, policy, step, budget, stride=stride)
+    setup = Setup(run.kv.shape, run.kv.rules, torch.float32, torch.float32)
+    given = Prompt(position=0, tokens=100, rows=budget, room=10, turns=[(0, 100)])
+    heads = setup.shape.kv_heads
+    zero = torch.zeros(setup.shape.layers, heads, dtype=torch.int64)
+    none = RowsBefore(Layout(zero, zero, zero, zero, zero - 1), [0] * setup.shape.layers, 0)
+    made = plan_prompt(given, setup, none)
+    run.prompt(small.ids(100))
+    for steps in range(3):
+        held = int(run.kv.arena.held.sum()) * run.kv.rules.row_nbytes(run.kv.shape, run.kv.kv)
+        planned = held_after(made, setup, steps)
+        assert held == planned if windows is None else held <= planned
+        run.step(5)
+
 
 NOTHING = (None, None)
 SLIDING = (None, 500)

@@ -177,6 +177,8 @@ def test_memory_that_a_gpu_copies_from_is_exact_and_given_back() -> None:
     runtime = Runtime(10 << 20)
     rows = RamRows(2, 2, {"k": (torch.float32, (16,)), "v": (torch.float32, (16,))}, 50_000)
     rows.memory = Memory(torch.device("cpu"), runtime)
+    rows._blank(0)
+    assert runtime.held == {}
     rows.reserve(1025)
     rows.read(0, 1025)["k"][:] = 7.0
     assert sum(runtime.held.values()) == rows.nbytes > 0

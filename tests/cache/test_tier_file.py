@@ -591,6 +591,33 @@ def test_a_tier_moves_on_its_own_disk_alone(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_tier_begins_with_the_rows_of_another(
+    rows: FileRows, tmp_path: Path, *, named: bool
+) -> None:
+    """Beside others that read it, and after it is gone. `publish` renames it."""
+    add(rows, 0, 20)
+    add(rows, 20, 30)
+    rows.sync()
+    made = [FileRows.create(tmp_path / str(i), HEADER, named=named) for i in range(2)]
+    made[0].rest_on(rows, range(20))
+    expect(made[0], 20)
+    add(made[0], 20, 40)
+    if named:
+        made[1].rest_on(made[0], range(40))
+        add(made[1], 40, 50)
+        made[1].publish(tmp_path / "goal")
+    rows.kept = False
+    rows.close()
+    made[0].close()
+    if named:
+        made[1].close()
+        readers = [FileRows.open(tmp_path / "goal", shared=True) for _ in range(2)]
+        for reader in readers:
+            expect(reader, 50)
+            reader.close()
+
+
 # -- what others wrote ----------------------------------------------------------------------------
 
 CHECKS, IDS = [1] * LAYERS, list(range(20))
@@ -602,7 +629,11 @@ IMPOSSIBLE: list[object] = [
     *({"ids": IDS, "segments": segments} for segments in SEGMENTS),
     *({"ids": ids, "segments": [[0, 1, CHECKS]]} for ids in ([], [0.5], [1 << 60], None)),
     *({"columns": columns} for columns in ({}, [], {"k": ["float64", [8]]}, {"k": ["int8", [-1]]})),
-    *([], {"layers": 0}, {"heads": 2.0}),
+    *([], {"layers": 0}, {"heads": 2.0}, {"identity": []}),
+    *(
+        {"ids": IDS, "segments": [[0, 20, CHECKS]], "files": files}
+        for files in ([-1], [5000], [0, 0])
+    ),
 ]
 
 
@@ -618,6 +649,7 @@ def test_a_manifest_that_says_what_cannot_be_is_refused(
     again = FileRows.open(path)
     assert again.header == rows.header
     again.close()
+    del made["files"]  # without them, all of a tier's rows are its own
     text = json.dumps(made | says if isinstance(says, dict) else says).encode()
     (path / "manifest").write_bytes(tier_file.sealed(text))
     with pytest.raises(TierError, match=r"the manifest of tier.kv is invalid"):
