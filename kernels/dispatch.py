@@ -80,6 +80,7 @@ class Kernels:
     add_attention_mass = staticmethod(attention_mass.add_attention_mass)
     each_attention = staticmethod(attention_mass.each_attention)
     peak_attention = staticmethod(attention_mass.peak_attention)
+    quadratic_forms = staticmethod(attention_mass.quadratic_forms)
     order_key = staticmethod(evict_rows.order_key)
     best = staticmethod(evict_rows.best)
     wanted = staticmethod(evict_rows.wanted)
@@ -121,7 +122,7 @@ class Row(NamedTuple):
 
 
 _PROMPTS = "rows_attention last_rows_attention ragged_prefill"
-_STATISTICS = "add_attention_mass each_attention peak_attention"
+_STATISTICS = "add_attention_mass each_attention peak_attention quadratic_forms"
 FORMS = (
     Row("ragged_attention", "decode.gpu", "decode.cpu", "step attention"),
     Row("advance append rotate_append", "append.gpu", "append.cpu", "eviction"),

@@ -1,5 +1,6 @@
 /* The attention that the queries of a prompt give each row: sums, maxima, or each probability. Sums
-   and maxima need no T x N probabilities in memory. Specification: kernels/mass/plain.py.
+   and maxima need no T x N probabilities in memory. Also quadratic forms, with the rows of a matrix
+   in place of the queries. Specification: kernels/mass/plain.py.
 
    The lanes of a vector are keys, so that sums over queries are sums of vectors; numbers of queries
    are broadcast. A block of LANES * WIDE keys is converted to float and transposed once for many
@@ -17,19 +18,20 @@ enum { TILE = 4 };
 #endif
 enum { WIDE = 3, BLOCK = LANES * WIDE };
 
-/* The result for each key: the sum of its probabilities, the largest, or all of them. */
-enum { SUM, PEAK, EACH };
+/* What is computed from the probabilities of a key: their sum, the largest, or all of them. FORM: of
+   the products with the rows of a symmetric matrix, their sum, each times the key's number. */
+enum { SUM, PEAK, EACH, FORM };
 
 #define QUERY_BYTES (1 << 18) /* of the queries kept as floats at a time: they fit the cache */
 #define LOG2E 1.44269504088896341
 #define LOWEST -3e38f /* an exponent of 2 that gives 0 */
 
 /* heads, group, rows, keys, size: H, G, T, N, D. window: a query at position p sees keys after p -
-   window; 0: no limit. kind: dtype of queries and keys. made: SUM, PEAK or EACH. The rest are
-   strides in numbers; a stride of 0 over H: the heads share the tensor. If there is an index [H,
+   window; 0: no limit. kind: dtype of keys; q_kind: of queries. made: SUM, PEAK, EACH or FORM. The
+   rest are strides in numbers; a stride of 0 over H: the heads share the tensor. If there is an index [H,
    N], key j of head h is row index[h][j] of k. */
 typedef struct {
-    int64_t heads, group, rows, keys, size, window, kind, made;
+    int64_t heads, group, rows, keys, size, window, kind, q_kind, made;
     int64_t q_head, q_group, q_row, q_pos_row, k_head, k_row, index_head, pos_head;
     int64_t mass_head, mass_group, squares_head, each_head, each_group, each_row;
 } Shape;
@@ -39,7 +41,7 @@ typedef struct {
     const void *q, *k;
     const int64_t *q_pos, *k_pos, *index;
     const float *lse;
-    float *mass;    /* [H, G, N]: sums are added, peaks are written */
+    float *mass;    /* [H, G, N]: sums and forms are added, peaks are written */
     float *squares; /* [H, N]: the squares of means over G, summed, are added */
     float *each;    /* [H, G, T, N]: all are written */
 } Tensors;
@@ -78,7 +80,7 @@ static void load_queries(const Shape *s, const Tensors *x, Workspace *r, int64_t
         for (int64_t i = 0; i < r->count; i++) {
             int64_t at = h * s->q_head + g * s->q_group + (t + i) * s->q_row;
             float *to = r->q + (g * r->most + i) * s->size;
-            widen(row_at(x->q, s->kind, at), s->kind, s->size, to, 1);
+            widen(row_at(x->q, s->q_kind, at), s->q_kind, s->size, to, 1);
         }
 }
 
@@ -105,18 +107,24 @@ static void load_keys(const Shape *s, const Tensors *x, Workspace *r, int64_t h,
     }
 }
 
-/* The products of TILE queries of head g, from query i on, with the block's keys. If fewer are
-   left, the last query fills the rest. */
-INLINE void products(const Shape *s, const Workspace *r, int64_t g, int64_t i, vec x[TILE][WIDE]) {
+/* Add the products of TILE queries of head g, from query i on, with the block's keys, of the
+   numbers from `first` to `end` of each. If fewer queries are left, the last one fills the rest. */
+INLINE void add_products(
+    const Shape *s,
+    const Workspace *r,
+    int64_t g,
+    int64_t i,
+    int64_t first,
+    int64_t end,
+    vec x[TILE][WIDE]
+) {
     const float *q[TILE];
     UNROLL
     for (int j = 0; j < TILE; j++) {
         int64_t at = i + j < r->count ? i + j : r->count - 1;
         q[j] = r->q + (g * r->most + at) * s->size;
-        UNROLL
-        for (int w = 0; w < WIDE; w++) x[j][w] = (vec){0};
     }
-    for (int64_t d = 0; d < s->size; d++) {
+    for (int64_t d = first; d < end; d++) {
         const float *k = r->k + d * BLOCK;
         UNROLL
         for (int j = 0; j < TILE; j++) {
@@ -153,8 +161,8 @@ static void tile(
     int all = r->whole && pos[0] >= r->high && reaches(s, pos[count - 1], r->low);
     for (int64_t g = 0; g < s->group; g++) {
         const float *lse = x->lse + (h * s->group + g) * s->rows + r->t + i;
-        vec p[TILE][WIDE];
-        products(s, r, g, i, p);
+        vec p[TILE][WIDE] = {0};
+        add_products(s, r, g, i, 0, s->size, p);
         UNROLL
         for (int j = 0; j < TILE; j++) {
             float base = (float)(lse[j < count ? j : count - 1] * LOG2E);
@@ -213,6 +221,32 @@ static void tile(
     }
 }
 
+/* Add, for each key x of the block, the part of x A x that rows i .. i + TILE - 1 of the loaded ones
+   of each symmetric matrix A give. What is left of the diagonal counts twice, and what is right of
+   it not at all. */
+static void form(const Shape *s, const Workspace *r, int64_t i) {
+    const int64_t row = r->t + i;
+    const int count = r->count - i < TILE ? (int)(r->count - i) : TILE;
+    for (int64_t g = 0; g < s->group; g++) {
+        vec x[TILE][WIDE] = {0};
+        add_products(s, r, g, i, 0, row, x);
+        UNROLL
+        for (int j = 0; j < TILE; j++) {
+            UNROLL
+            for (int w = 0; w < WIDE; w++) x[j][w] += x[j][w];
+        }
+        add_products(s, r, g, i, row, row + count, x);
+        UNROLL
+        for (int w = 0; w < WIDE; w++) {
+            float *sum = r->sums + g * BLOCK + w * LANES;
+            vec all = load(sum);
+            for (int j = 0; j < count; j++)
+                all += x[j][w] * load(r->k + (row + j) * BLOCK + w * LANES);
+            store(sum, all);
+        }
+    }
+}
+
 /* Add the sums of the block of head h that begins at key `begin` to the results, or write its
    maxima there. */
 static void put(const Shape *s, const Tensors *x, Workspace *r, int64_t h, int64_t begin) {
@@ -242,14 +276,19 @@ static void blocks(
         vec nothing = fill(s->made == PEAK ? LOWEST : 0.0f);
         for (int64_t j = 0; j < s->group * WIDE; j++) store(r->sums + j * LANES, nothing);
         memset(r->squares, 0, 4 * BLOCK);
-        for (int64_t i = 0; i < r->count; i += TILE) tile(s, x, r, h, begin, i);
+        for (int64_t i = 0; i < r->count; i += TILE) {
+            if (s->made == FORM)
+                form(s, r, i);
+            else
+                tile(s, x, r, h, begin, i);
+        }
         if (s->made != EACH) put(s, x, r, h, begin);
     }
 }
 
 /* Compute the results that s->made selects into x; see `Shape` and `Tensors`. q [H, G, T, D] and k
    of dtype `kind`; q_pos [T] does not decrease; no tensor is empty. For PEAK, mass must be 0 before
-   the call. Returns 0, or 2 if there is no memory. */
+   the call. FORM reads neither q_pos nor lse, and T is D. Returns 0, or 2 if there is no memory. */
 int minikv_attention_mass(const Tensors *x, const Shape *s) {
     int64_t threads = most_threads(), most = QUERY_BYTES / (4 * s->group * s->size);
     most = most > s->rows ? s->rows : most > TILE ? most : TILE;

@@ -12,7 +12,7 @@ from minikv.kernels.mass import plain as plain_torch
 from minikv.kernels.mass.plain import Part, Queries, with_index
 from minikv.kernels.native.binding import KINDS, Struct, function
 
-_SUM, _PEAK, _EACH = range(3)
+_SUM, _PEAK, _EACH, _FORM = range(4)
 _MAX_HEAD_DIM = 256
 
 _attention_mass = function("attention_mass", "pp", "what attention gave each row")
@@ -64,6 +64,18 @@ def peak_attention(
     return peak
 
 
+def quadratic_forms(x: Tensor, matrices: Tensor, most: int) -> Tensor:
+    """See `plain.quadratic_forms`."""
+    heads, rows, size = x.shape
+    if x.dtype not in KINDS or size > _MAX_HEAD_DIM or x.stride(2) != 1:
+        return plain_torch.quadratic_forms(x, matrices, most)
+    found = torch.zeros((heads, matrices.shape[1], rows))
+    at = torch.arange(max(rows, size))
+    given = Queries(matrices.contiguous(), at[:size], None, at[:0])
+    _run(_FORM, given, (x, at[None, :rows], None), mass=found)
+    return found
+
+
 def _fits(queries: Queries, part: Part) -> bool:
     """Whether C supports these queries and keys."""
     q, k, rows = queries.q, part[0], part[1:]
@@ -91,7 +103,7 @@ def _run(
     lse = lse.float().contiguous()
     lists = 0 if index is None else index.stride(0), 0 if len(k_pos) == 1 else k_pos.stride(0)
     shape = Struct(
-        *(heads, group, rows, keys, size, window or 0, KINDS[q.dtype], made),
+        *(heads, group, rows, keys, size, window or 0, KINDS[k.dtype], KINDS[q.dtype], made),
         *(*q.stride()[:3], q_pos.stride(0), k.stride(0) if index is None else 0, k.stride(-2)),
         *lists,
         *((0, 0) if mass is None else mass.stride()[:2]),

@@ -143,6 +143,19 @@ def peak_attention(
     return peak
 
 
+def quadratic_forms(x: Tensor, matrices: Tensor, most: int) -> Tensor:
+    """x A x of each row, float32 [H, G, n]. x [H, n, D]; symmetric matrices A float32 [H, G, D, D].
+    About `most` numbers are computed at once."""
+    heads, rows, size = x.shape
+    found = torch.empty((heads, matrices.shape[1], rows), device=x.device)
+    step = max(1, most // max(1, rows * size))
+    for lo in range(0, heads, step):
+        some = x[lo : lo + step].float()
+        for g, each in enumerate(matrices[lo : lo + step].unbind(1)):
+            torch.sum((some @ each).mul_(some), -1, out=found[lo : lo + step, g])
+    return found
+
+
 def _seen_by_all(parts: Sequence[tuple[Tensor, Tensor]], position: int) -> int:
     """How many rows the first parts have together, up to the first part that a query at this
     position, or a later one, does not see whole."""

@@ -470,9 +470,9 @@ def _vectors(setup: Setup, rows: int) -> int:
         if evidence.each_query:  # the attention of these queries, and three maps of that size
             found += 4 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows
-        matrix = shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
-        copied = some * each + block // each * matrix
-        found += shape.head_dim**2 + (copied if setup.dtype.itemsize < 4 else 0)
+        matrix = group * shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
+        copied = some * each + matrix
+        found += shape.heads * shape.head_dim**2 + (copied if setup.dtype.itemsize < 4 else 0)
     elif found:
         found += 3 * heads * rows
     return 4 * found

@@ -137,8 +137,10 @@ class Prefill:
         return self._lengths is not None and not self.glancing
 
     def watch(self, states: Tensor) -> None:
-        """Take the layer's input [t, hidden], after its norm, for the chunk that is staged next."""
-        self._coming = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
+        """The layer's input [t, hidden], after its norm, of the chunk that is staged next. No more
+        than its last rows can be observed."""
+        last = states[max(0, len(states) - len(self._tail)) :]
+        self._coming = torch.linalg.vector_norm(last, dim=-1, dtype=torch.float32)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Add a chunk of rows and attend: shapes as in `Attend.attend`."""
@@ -165,7 +167,7 @@ class Prefill:
             begin = max(lo, first)
             self._tail[begin - first : hi - first] = q[begin - lo :]
             if self._lengths is not None and self._coming is not None:
-                self._lengths[begin - first : hi - first] = self._coming[begin - lo :]
+                self._lengths[begin - first : hi - first] = self._coming[begin - hi :]
         self._done = hi
         return self._mix(layer, q, lo, hi)
 

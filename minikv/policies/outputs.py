@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minikv.policies.base import PromptView
 from minikv.policies.repeats import RepeatView
-from minikv.policies.selection import blocks
+from minikv.policies.selection import blocks, in_blocks
 
 _PROJECTED = 4096  # rows projected at once, over all heads
 
@@ -15,16 +15,14 @@ _PROJECTED = 4096  # rows projected at once, over all heads
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
     """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head."""
     value, output, most = view.value(), _projection(view), view.ops.block
-    heads, group = output.shape[:2]
-    squares = torch.empty((heads, group, value.shape[1]), device=value.device)
-    each = max(value[0].numel(), output[0, 0].numel())
-    for some in blocks(heads, group * each, most):
-        rows = value[some, None].float()
-        for part in blocks(group, each * (some.stop - some.start), most):
-            weights = output[some, part].float()
-            gram = weights @ weights.transpose(2, 3)  # |v W|^2 = v (W W^T) v^T
-            squares[some, part] = (rows @ gram).mul_(rows).sum(-1)
-    return squares.clamp(min=0.0).sqrt()
+
+    def gram(some: slice) -> Tensor:
+        weights = output[some].float()
+        return weights @ weights.transpose(2, 3)
+
+    # |v W|^2 = v (W W^T) v^T
+    grams = in_blocks(len(output), output[0].numel(), most, gram)
+    return view.ops.quadratic_forms(value, grams, most).clamp_(min=0.0).sqrt_()
 
 
 def output_norms(view: PromptView) -> Tensor:

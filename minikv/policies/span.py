@@ -97,10 +97,8 @@ class Span:
         could give it. The mean over G of `mass` takes its place."""
         if view.mass is None or view.squares is None:
             return view
-        mass, squares = (
-            torch.maximum(one, self._passed(view, one)).minimum(view.able)
-            for one in (view.mass.mean(1), view.squares)
-        )
+        both = torch.stack((view.mass.mean(1), view.squares))
+        mass, squares = torch.maximum(both, self._passed(view, both)).minimum(view.able)
         return replace(view, mass=mass[:, None], squares=squares)
 
     def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
@@ -134,8 +132,8 @@ class Span:
 
 
 def carry(worth: Tensor, pos: Tensor, falls: Tensor, order: Tensor | None = None) -> Tensor:
-    """float32 [H, N]: the largest worth that a row gets from the rows at or before its position.
-    worth [H, N]: at least 0, and 0 for rows with pos -1, where the result has no meaning. falls
+    """float32 [..., H, N]: the largest worth that a row gets from the rows at or before its position.
+    worth [..., H, N]: at least 0, and 0 for rows with pos -1, where the result has no meaning. falls
     float64 [P]: the logarithm of what is left of a worth from position 0 at each position; the last
     one is 0, for pos -1. order int64 [H, B]: the first B rows by position; the others follow them
     as they are. None: all."""
@@ -143,12 +141,17 @@ def carry(worth: Tensor, pos: Tensor, falls: Tensor, order: Tensor | None = None
     early = order.shape[1]
 
     def in_line(x: Tensor) -> Tensor:
-        return torch.cat((x[:, :early].gather(1, order), x[:, early:]), 1) if early else x
+        if not early:
+            return x
+        moved = x[..., :early].gather(-1, order.expand(*x.shape[:-1], early))
+        return torch.cat((moved, x[..., early:]), -1)
 
-    fall = falls[in_line(pos)]
-    line = in_line(worth).to(torch.float64).clamp(min=1e-30).log()
-    line = ((line - fall).cummax(1).values + fall).exp().to(torch.float32)
+    same = early == 0 and pos.stride(0) == 0  # of all heads
+    fall = falls[pos[:1] if same else in_line(pos)]
+    line = in_line(worth).to(torch.float64).clamp_(min=1e-30).log_().sub_(fall)
+    line = line.cummax(-1).values.add_(fall).exp_().to(torch.float32)
     if not early:
         return line
-    first = torch.empty_like(line[:, :early]).scatter_(1, order, line[:, :early])
-    return torch.cat((first, line[:, early:]), 1)
+    first = torch.empty_like(line[..., :early])
+    first.scatter_(-1, order.expand_as(first), line[..., :early])
+    return torch.cat((first, line[..., early:]), -1)

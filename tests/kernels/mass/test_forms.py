@@ -21,6 +21,7 @@ from minikv.kernels.mass import cpu as native
 from minikv.kernels.mass import plain as twin
 
 NAMES = ("add_attention_mass", "each_attention", "peak_attention")
+FORM = "quadratic_forms"
 
 
 class Scene:
@@ -102,7 +103,7 @@ def same(got: Tensor, want: Tensor) -> None:
 def no_twin(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forms in C do not ask torch."""
     form = request.node.callspec.params.get("form") if hasattr(request.node, "callspec") else None
-    for name in NAMES if form is None or form.by == "c" else ():
+    for name in (*NAMES, FORM) if form is None or form.by == "c" else ():
         monkeypatch.setattr(twin, name, None)
 
 
@@ -230,6 +231,20 @@ def test_queries_at_one_position_and_one_that_sees_nothing(
     same(squares, p.mean(1).square().sum(1))
 
 
+@pytest.mark.parametrize("form", forms(FORM))
+@pytest.mark.parametrize("size", range(len(SIZES)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quadratic_forms(form: Form, size: int, dtype: torch.dtype) -> None:
+    heads, group, wide, _, _, rows = SIZES[size]
+    draw = torch.Generator().manual_seed(size)
+    x = torch.randn(rows, heads, wide, generator=draw).to(dtype).transpose(0, 1)
+    factor = torch.randn(heads, group, wide, wide + 3, generator=draw)
+    matrices = factor @ factor.transpose(2, 3)
+    found = form(form.place(x), form.place(matrices), 2 * rows * wide)
+    line = x.double()[:, None]
+    same(found, (line @ matrices.double() * line).sum(-1))
+
+
 @needs_c
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_what_is_not_a_number_stays_so_where_it_is_seen(at: int) -> None:
@@ -275,3 +290,12 @@ def test_torch_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> Non
     native.each_attention(queries, [part], slice(0, 2))
     native.peak_attention(queries, [part], 0)
     assert asked == [*NAMES]
+
+
+@pytest.mark.parametrize("what", ["float16", "wide", "turned"])
+def test_torch_takes_other_forms(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(2, 9, 264 if what == "wide" else 16)
+    x = x.half() if what == "float16" else x
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if what == "turned" else x
+    monkeypatch.setattr(twin, FORM, lambda *_: "torch's")
+    assert native.quadratic_forms(x, torch.zeros(2, 3, *x.shape[2:], x.shape[2]), 64) == "torch's"
