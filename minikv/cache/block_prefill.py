@@ -39,6 +39,7 @@ class BlockPrefill:
         assert rules.step is not None
         assert plan.rows is not None
         self._ops, self._dtype, self.shape = setup.ops, setup.dtype, setup.shape
+        self._setup, self._learnt = setup, setup.to_learn(arena.device)
         self.plan, self.arena, self.target = plan, arena, target
         self.step, self.cap, self.stride = rules.step.for_prefill(), plan.rows, rules.stride
         self._front: int  # rows before the block
@@ -54,7 +55,7 @@ class BlockPrefill:
     def complete(self) -> Outcome:
         """As `Prefill.complete`, but the attention mass of the evicted rows is not known."""
         check_places(self.target, ())
-        return Outcome((None,) * self.shape.layers)
+        return Outcome((None,) * self.shape.layers, learnt=self._learnt)
 
     @property
     def layer_complete(self) -> bool:
@@ -138,6 +139,8 @@ class BlockPrefill:
         shape, step, columns = self.shape, self.step, self._columns
         rows, heads = len(q), shape.kv_heads
         first = self.plan.position + self._done
+        if self._learnt is not None:
+            self._setup.learn(self._learnt, layer, q, first)
         query = q.view(rows, heads, -1, shape.head_dim).permute(1, 2, 0, 3)  # [H, G, t, D]
         key = k.transpose(0, 1)
         window = shape.windows[layer]
@@ -234,5 +237,7 @@ class BlockPrefill:
             lambda heads: self._columns["k"][heads],
             lambda heads: self._columns["v"][heads],
             context=position + 1,
+            learnt=None if self._learnt is None else self._learnt[layer],
+            rotary=self._setup.rotary,
         )
         return leaving(self.step.worth(view), pos, counts)

@@ -27,6 +27,7 @@ from minikv.cache.eviction import Eviction
 from minikv.cache.stats import Shape
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepPolicy
+from minikv.policies.moments import Rotation
 
 
 class DecodeStep:
@@ -37,9 +38,15 @@ class DecodeStep:
     captured step assumes. Each changes when any of that changes.
     """
 
-    def __init__(self, shape: Shape, device: torch.device, ops: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        ops: Kernels | None = None,
+        rotary: Rotation | None = None,
+    ) -> None:
         self.shape, self.ops = shape, ops or Kernels()
-        self.eviction = Eviction(shape, device, self.ops)
+        self.eviction = Eviction(shape, device, self.ops, rotary)
         self.position = self.eviction.position  # see `Attend`
         with torch.inference_mode(False):  # written inside and outside of a forward
             # Scratch of GPU kernels, used by one layer after the other.
@@ -60,18 +67,20 @@ class DecodeStep:
         *,
         pinned: int = 0,
         leaves_last: Tensor | None = None,
+        learnt: Tensor | None = None,
         captured: bool = False,
     ) -> None:
         """Prepare for steps over `arena`, in which every head has room for a row and none is over
         its cap.
 
         position: tokens counted so far; positions below `pinned` never leave; `leaves_last` bool
-        [R]: rows that leave after all others. captured: no step may read a value from the device,
-        and addresses do not change. Allocates the memory that steps need. If torch raises an error,
-        this stays closed.
+        [R]: rows that leave after all others. learnt: see `Outcome`; steps add to it. captured: no step may read a value from the device,
+        and addresses stay where they are. Allocates the memory that steps need. Raises what torch
+        raises, and then this stays closed. `key` changes whenever something changes that a captured
+        step holds fixed, and `compiled` with it where kernels are compiled anew.
         """
         step = self.eviction
-        step.open(arena, policy, position, pinned, leaves_last, captured=captured)
+        step.open(arena, policy, position, pinned, leaves_last, learnt, captured=captured)
         self.arrived.zero_()  # a launch that failed may have left counts
         self._step_arena = None
         whole = (arena.start, step.count, step.slot, step.oldest_seen, *step.scratch)
@@ -112,6 +121,8 @@ class DecodeStep:
         the policy does something in each layer that the kernel cannot do."""
         rule, eviction = self._by_query, self.eviction
         if self.ops.step_arena is None or (rule and rule.name not in self.ops.append_evict):
+            return None
+        if eviction.queries is not None:
             return None
         if self._step_arena is None:
             arena = eviction.arena
@@ -155,6 +166,8 @@ class DecodeStep:
         if layer == 0:
             self.eviction.before_attention()
         query, columns = self._append(layer, qkv, turn), self.eviction.arena.columns
+        if self.eviction.queries is not None:
+            self.eviction.queries[layer].copy_(query)
         start, count, _, oldest, *scratch = self._layers[layer]
         window = self.shape.windows[layer]
         rows = kernels.Segments(

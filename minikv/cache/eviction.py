@@ -15,10 +15,12 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.arena import Arena
+from minikv.cache.rules import unlearnt
 from minikv.cache.stats import Shape
 from minikv.kernels.decode.plain import in_use
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import StepPolicy, StepView
+from minikv.policies.moments import Rotation, unrotated
 
 _ENDLESS = 1 << 40  # above every position, and the window of a layer that sees all rows
 _MULTIPLE = 256  # a graph's width is a multiple, so that it survives small changes of caps
@@ -45,18 +47,21 @@ class Eviction:
 
     count int64 [L, H]: rows in use, the new one included; slot int64 [L, H]: the new row, an index
     into the columns; position int64 []: tokens counted; window int64 [L]: how many rows each
-    layer's queries see; oldest_seen [L]: the oldest of these; width: the most rows of a head.
-    pinned, leaves_last, captured: see `DecodeStep.open`; shown int32 [R]: with leaves_last,
-    positions as the policy sees them. scratch: the step's logits float32 [L, H, G, width] and their
-    log-sum-exps [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. due:
-    whether a head may have to evict at the end of the step.
+    layer's queries see; oldest_seen [L]: the oldest of these; width: no head has more rows. pinned,
+    leaves_last, captured: see `DecodeStep.open`; shown int32 [R]: with leaves_last, positions as
+    the policy sees them. scratch: the step's logits float32 [L, H, G, width] and their log-sum-exps
+    [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. learnt float32 [L, H,
+    n] and queries float32 [L, H, G, D]: for a policy that learns, what it learnt and the step's
+    queries; else None. due: whether a head may have to evict at the end of the step.
     """
 
     arena: Arena
     _full: Tensor  # bool [L, H]: heads in which a row must leave before the new one has room
 
-    def __init__(self, shape: Shape, device: torch.device, ops: Kernels) -> None:
-        self.shape, self.device, self.ops = shape, device, ops
+    def __init__(
+        self, shape: Shape, device: torch.device, ops: Kernels, rotary: Rotation | None = None
+    ) -> None:
+        self.shape, self.device, self.ops, self.rotary = shape, device, ops, rotary
         with torch.inference_mode(False):  # written inside and outside of a forward
             sides = (shape.layers, shape.kv_heads)
             self.count = torch.zeros(sides, dtype=torch.int64, device=device)
@@ -73,6 +78,9 @@ class Eviction:
         self.leaves_last: Tensor | None = None
         self.shown: Tensor | None = None
         self.quota: Tensor | None = None
+        self.learnt: Tensor | None = None
+        self.queries: Tensor | None = None
+        self._given: Tensor | None = None  # gets what is learnt in steps
         self._kept: Heads | None = None  # the heads of all layers, while none grows
 
     # -- an answer begins and ends ------------------------------------------------------------
@@ -84,6 +92,7 @@ class Eviction:
         position: int,
         pinned: int,
         leaves_last: Tensor | None,
+        learnt: Tensor | None = None,
         *,
         captured: bool,
     ) -> None:
@@ -96,6 +105,7 @@ class Eviction:
             self.leaves_last = _in_place(self.leaves_last, leaves_last)
             self.shown = _in_place(self.shown, shown)
             self.quota = _in_place(self.quota, None if policy is None else policy.quota(arena.cap))
+            self._open_learning(policy, learnt)
         self.position.fill_(position)
         self.due, self._due_from, self._kept = True, position, None
         # A new row goes to its head's free slot, or after its last row if there is none.
@@ -106,6 +116,17 @@ class Eviction:
             grows = grows & (arena.length < arena.cap)
         self.count.copy_(arena.length + grows)
         self._find_oldest()
+
+    def _open_learning(self, policy: StepPolicy | None, learnt: Tensor | None) -> None:
+        made = unlearnt(policy, self.shape, self.device)
+        self._given = learnt if made is not None else None
+        self.learnt = _in_place(self.learnt, made if self._given is None else self._given.clone())
+        if made is None:
+            self.queries = None
+            return
+        sides = (*self.count.shape, self.shape.heads // self.shape.kv_heads, self.shape.head_dim)
+        if self.queries is None:
+            self.queries = torch.zeros(sides, device=self.device)
 
     def _make_scratch(self, arena: Arena, policy: StepPolicy | None) -> None:
         """Choose the width, and allocate the logits of all heads if the policy reads them."""
@@ -128,14 +149,18 @@ class Eviction:
         """Release the arena and, unless a graph needs it, the memory of steps."""
         vars(self).pop("arena", None)
         self._kept = None
+        if self._given is not None and self.learnt is not None:
+            with torch.inference_mode():
+                self._given.copy_(self.learnt)
+        self._given = None
         if not self.captured:
             self.scratch, self.leaves_last, self.shown, self.quota = (), None, None, None
+            self.learnt = self.queries = None
 
     @property
     def held(self) -> list[Tensor]:
-        """The tensors that `open` allocated, whose addresses do not change while steps are
-        captured."""
-        found = (*self.scratch, self.leaves_last, self.shown, self.quota)
+        """What `open` allocated, at addresses that stay while steps are captured."""
+        found = *self.scratch, self.leaves_last, self.shown, self.quota, self.learnt, self.queries
         return [one for one in found if one is not None]
 
     @property
@@ -202,6 +227,8 @@ class Eviction:
         """The step's token counts: update the policy's columns, choose the row that leaves each
         head over its cap (`Arena.free_slot`; -1 for the others), and where the next rows go."""
         arena, policy = self.arena, self.policy
+        if policy is not None and self.learnt is not None:
+            self._learn(policy, self.learnt)
         if policy is not None and policy.has_key_columns and not policy.needs_query:
             self.note_keys(policy, 0, arena.read(self.ops, "k", self.slot)[:, :, None])
         if policy is None or policy.evict_first:
@@ -214,6 +241,16 @@ class Eviction:
         heads = kernels.Advancing(*tables, self.position, self.count, self.slot)
         self.ops.advance(heads, before=policy is not None and policy.evict_first)
         self._find_oldest()
+
+    def _learn(self, policy: StepPolicy, learnt: Tensor) -> None:
+        """Have the policy learn from the step's queries in all layers."""
+        assert self.queries is not None
+        assert self.rotary is not None, "the network's rotary frequencies are not known"
+        inverse = torch.stack([one.inverse for one in self.rotary.layers])
+        angle = (self.position * inverse.to(torch.float64))[:, None, None, None]
+        scale = self.rotary.query_scale(self.position, 1)
+        queries = unrotated(self.queries[:, :, :, None], angle, scale)  # [L, H, G, 1, D]
+        policy.learn(learnt.flatten(0, 1), queries.flatten(0, 1))
 
     def _after_attention(self, policy: StepPolicy) -> None:
         arena = self.arena
@@ -309,6 +346,8 @@ class Eviction:
             lambda some: arena.read(self.ops, "v", index[some]),
             self.readable,
             int(position) + 1 if self.readable else self.shape.max_context + 1,
+            None if self.learnt is None else self.learnt[heads.layers].flatten(0, 1),
+            self.rotary,
         )
         scores = policy.worth(view)
         if policy.block == 1:

@@ -23,7 +23,7 @@ from minikv.cache.decode_step import DecodeStep
 from minikv.cache.fidelity import LastToken
 from minikv.cache.plan import PassCost, Prompt, RowsBefore, Setup, peak, plan_prompt, repeats
 from minikv.cache.prefill import Prefill
-from minikv.cache.rules import Rules
+from minikv.cache.rules import Rules, unlearnt
 from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import CacheSnapshot, SharedSnapshot, State
 from minikv.cache.stats import (
@@ -85,8 +85,8 @@ class KVCache:
         self.state: State
         self._arena: Arena
         self._spare: Arena
-        self.decode = DecodeStep(shape, self.device, self.ops)
-        # Called by `settle`, so that a caller that launched steps ahead can finish them.
+        self.decode = DecodeStep(shape, self.device, self.ops, rotary)
+        # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
         self._stepping = False  # a step was begun, and its token is not counted yet
         self._stepped = False  # steps were opened since the last prompt
@@ -172,7 +172,7 @@ class KVCache:
         """Compute with these kernels from now on. Between turns only."""
         self.settle()
         self.ops = ops
-        self.decode = DecodeStep(self.shape, self.device, ops)
+        self.decode = DecodeStep(self.shape, self.device, ops, self.rotary)
 
     def pin(self, rows: int) -> None:
         """Pin the first `rows` positions of the conversation: they are never evicted. Before the
@@ -260,6 +260,7 @@ class KVCache:
             self.words,
             self.sentences,
             self.device.type == "cuda",
+            self.state.outcome.learnt,
         )
 
     def _begin(self, prompt: Prompt, tier: Tier | None = None) -> None:
@@ -438,6 +439,7 @@ class KVCache:
                 self.position,
                 pinned=self.pinned,
                 leaves_last=self._leaves_last(arena),
+                learnt=self.state.outcome.learnt,
                 captured=captured,
             )
         self._full = self.position + int((arena.capacity - arena.held).min())
@@ -523,7 +525,10 @@ class KVCache:
         """A copy of the cache, without its policies. Between turns only."""
         arena = self.arena
         assert self.reading is None
-        return CacheSnapshot(self.state, tuple(arena.region), arena.layout(), arena.pack())
+        state, learnt = self.state, self.state.outcome.learnt
+        if learnt is not None:  # a copy, which steps do not change
+            state = replace(state, outcome=replace(state.outcome, learnt=learnt.cpu().clone()))
+        return CacheSnapshot(state, tuple(arena.region), arena.layout(), arena.pack())
 
     def restore(
         self,
@@ -551,6 +556,10 @@ class KVCache:
         assert self.reading is None
         rules, state = rules or self.rules, held.state
         self.check(rules)
+        learnt = state.outcome.learnt
+        if learnt is not None:
+            learnt = learnt.to(self.device, copy=True)
+            state = replace(state, outcome=replace(state.outcome, learnt=learnt))
         if under is not None:
             state = replace(state, rows=self.check(under))
         if not self.accepts(held, rules):
@@ -581,6 +590,9 @@ class KVCache:
             {name: (column.dtype, column.shape[1:]) for name, column in columns.items()}
             for columns in (arena.columns, held.columns)
         ]
+        learnt, own = held.state.outcome.learnt, unlearnt(rules.step, shape, self.device)
+        if learnt is not None and (own is None or own.shape != learnt.shape):
+            return False
         return kinds[0] == kinds[1] and held.layout.start.shape == arena.start.shape
 
     def _empty(self, rules: Rules) -> Arena:

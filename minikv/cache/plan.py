@@ -14,12 +14,12 @@ from torch import Tensor
 
 from minikv.cache.arena import Arena, Layout
 from minikv.cache.global_pool import AT_ONCE
-from minikv.cache.rules import Rules
+from minikv.cache.rules import Rules, unlearnt
 from minikv.cache.stats import Shape
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL
-from minikv.policies.moments import Rotation
+from minikv.policies.moments import Rotation, unrotated
 from minikv.policies.parts import policy_columns
 from minikv.policies.repeats import Repeat, Wording
 from minikv.policies.selection import largest_block
@@ -31,7 +31,8 @@ class Setup:
 
     dtype: the network's. kv: the dtype of stored keys and values. ops: the kernels. output(layer)
     and rotary: as in `PromptView`. words: for policies with a second pass. sentences: as in
-    `PromptView`, at least up to the end of the prompt. gpu: the rows are in a GPU's memory.
+    `PromptView`, at least up to the end of the prompt. gpu: the rows are in a GPU's memory. learnt:
+    see `Outcome`; from before the prompt.
     """
 
     shape: Shape
@@ -44,6 +45,24 @@ class Setup:
     words: Wording = field(default_factory=Wording)
     sentences: Tensor | None = None
     gpu: bool = False
+    learnt: Tensor | None = None
+
+    def to_learn(self, device: torch.device) -> Tensor | None:
+        """A copy of what the step policy learnt before the prompt, or zeros; None if it does not
+        learn."""
+        made = unlearnt(self.rules.step, self.shape, device)
+        return made if made is None or self.learnt is None else self.learnt.clone()
+
+    def learn(self, learnt: Tensor, layer: int, q: Tensor, first: int) -> None:
+        """Have the step policy learn from a layer's queries q [t, heads, D] at positions from `first`
+        on."""
+        step, rotary = self.rules.step, self.rotary
+        assert step is not None
+        assert rotary is not None, "the network's rotary frequencies are not known"
+        at = torch.arange(first, first + len(q), device=q.device)
+        angle = at[:, None].to(torch.float64) * rotary.layers[layer].inverse.to(torch.float64)
+        query = q.view(len(q), self.shape.kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
+        step.learn(learnt[layer], unrotated(query, angle, rotary.query_scale(at, len(at))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

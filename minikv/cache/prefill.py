@@ -82,6 +82,7 @@ class Prefill:
         self._least = 2 if step is not None and step.evict_first and step.recent else 1
         self._shaped = False
         self._pool = None if plan.pool is None else GlobalPool(target, plan.pool)
+        self.learnt = setup.to_learn(arena.device)
 
     def complete(self) -> Outcome:
         """Every layer has been finished: check the target and report what was lost. This is the
@@ -95,7 +96,7 @@ class Prefill:
         stayed = check_places(self.target, shares)
         for layer, share in zip(self._stayed, stayed, strict=True):
             lost[layer] = 1.0 - share
-        return Outcome(tuple(lost), self._shaped)
+        return Outcome(tuple(lost), self._shaped, self.learnt)
 
     def _place(self) -> None:
         """Every layer is in the pool: lay out the target."""
@@ -119,6 +120,7 @@ class Prefill:
         tier.open(tokens)
         # A single token would be read like a step, with differently rounded sums.
         everything = self._all or self._evidence.queries_from is not None
+        everything = everything or self.learnt is not None
         given = 0 if everything else tokens - max(2, len(self._tail))
         given = max(0, min(given, tier.length))
         self.tier, self.plan = tier, replace(self.plan, given=given - given % chunk)
@@ -158,6 +160,8 @@ class Prefill:
                 size = self.shape.head_dim
                 self._moments = Moments(heads, group, size, q.device, self._ops.block)
         lo, hi = self._done, self._done + len(q)
+        if self.learnt is not None and not self.glancing:
+            self.setup.learn(self.learnt, layer, q, self.plan.position + lo)
         # Rows that the tier has are not written again, so a prompt that fails changes nothing.
         new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
         self._key[:, new:hi] = k[new - lo :].transpose(0, 1)

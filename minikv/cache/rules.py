@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from minikv.cache.budget import Budget
 from minikv.cache.stats import Shape
@@ -171,4 +172,14 @@ class Rules:
                 return f"{name} reads everything twice"
             if evidence.predicted:
                 return f"{name} needs the probabilities of all tokens"
+        if self.step is not None and self.step.learns:
+            return f"{self.step.name} needs the queries of all tokens"
         return None
+
+
+def unlearnt(step: StepPolicy | None, shape: Shape, device: torch.device) -> Tensor | None:
+    """Zeros float32 [L, H, n] for what a step policy learns; None if it learns nothing."""
+    if step is None or not step.learns:
+        return None
+    size = step.learnt_size(shape.heads // shape.kv_heads, shape.head_dim)
+    return torch.zeros((shape.layers, shape.kv_heads, size), device=device)

@@ -145,7 +145,7 @@ class SecondPass:
         choice = Prefill(self.setup, plan, self.arena, self.target, self.tier)
         for layer, scores in enumerate(self.scores):
             choice.choose(layer, scores, self._noted[layer])
-        return choice.complete()
+        return replace(choice.complete(), learnt=self._reading.learnt)
 
 
 class TextPass:

@@ -7,7 +7,7 @@ copy or never changes. A shared snapshot only serves to undo prompts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,10 +22,13 @@ _KEYS = {"free_slot": "hole"}  # names in JSON that differ, as in files of earli
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The result of the last prompt. lost: for each layer, the share of attention mass that fell on
-    evicted rows (None: not measured). shaped: the prompt's question decided which rows stayed."""
+    evicted rows (None: not measured). shaped: the prompt's question decided which rows stayed.
+    learnt float32 [L, H, n]: what the step policy learnt of the queries of all prompts and answers
+    (`StepPolicy.learn`); None: nothing. Steps write to it in place."""
 
     lost: tuple[float | None, ...] = ()
     shaped: bool = False
+    learnt: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class CacheSnapshot:
 
     def record(self) -> dict[str, object]:
         """Everything except the columns, ready for JSON."""
-        state = self.state
+        state, learnt = self.state, self.state.outcome.learnt
         return {
             "position": state.position,
             "turns": [list(turn) for turn in state.turns],
@@ -88,6 +91,7 @@ class CacheSnapshot:
             "evict_s": state.evict_s,
             "lost": list(state.outcome.lost),
             "shaped": state.outcome.shaped,
+            "learnt": None if learnt is None else learnt.tolist(),
             "region": list(self.region),
             **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in TABLES},
         }
@@ -98,6 +102,8 @@ class CacheSnapshot:
         written the record or the columns."""
         try:
             tables = [torch.tensor(record[_KEYS.get(n, n)], dtype=torch.int64) for n in TABLES]
+            learnt = record.get("learnt")
+            learnt = None if learnt is None else torch.tensor(learnt, dtype=torch.float32)
         except RuntimeError as error:  # pragma: no cover - of more than 64 bits, in older torch
             raise ValueError(f"the layout is invalid: {error}") from None
         turns = [_of(turn, list) for turn in _of(record["turns"], list)]
@@ -112,6 +118,7 @@ class CacheSnapshot:
             outcome=Outcome(
                 tuple(None if x is None else float(_of(x, float, int)) for x in lost),
                 _of(record["shaped"], bool),
+                learnt,
             ),
         )
         region = tuple(map(_count, _of(record["region"], list)))

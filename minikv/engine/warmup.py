@@ -91,7 +91,7 @@ def _steps(kv: KVCache) -> None:
     )
     arena.lay(torch.full_like(arena.capacity, _ROWS))
     arena.cap.fill_(1)
-    decode = DecodeStep(shape, kv.device, kv.ops)
+    decode = DecodeStep(shape, kv.device, kv.ops, kv.rotary)
     with torch.inference_mode():
         decode.open(arena, step, 0, captured=True)
         rows = shape.heads + 2 * shape.kv_heads

@@ -165,6 +165,8 @@ class StepView:
     keys(heads) and values(heads) [f, N, D]: of all rows of the heads int64 [f], which are indices
         below F.
     readable: values may be read without waiting for a device.
+    learnt float32 [F, n]: what the policy learnt of the queries; None if it learns nothing.
+    rotary: how the network rotates queries and keys; None if not known.
     """
 
     position: int | Tensor
@@ -182,6 +184,8 @@ class StepView:
     values: Callable[[Tensor], Tensor] | None = None
     readable: bool = False
     context: int = 0
+    learnt: Tensor | None = None
+    rotary: Rotation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,14 +297,16 @@ class StepPolicy(ABC):
     block: a head evicts this many rows at once, when it is this many over its cap.
     observe: how many of a prompt's last queries the columns start from (0: none).
     prompt_history: how many of a prompt's last queries `PromptView.below` reports, at most 32.
-    scratch: bytes per row and head of the work space of `init`, without the columns.
-    differs: how it departs from paper and release.
+    scratch: bytes of a row and head that `init` computes with, beside the columns.
+    learns: it keeps statistics of the queries of all prompts and answers (`learn`).
+    differs: from paper and release.
     """
 
     name: str
     differs: ClassVar[tuple[str, ...]] = ()
     evict_first: bool = False
     needs_query: bool = False
+    learns: bool = False
     scratch: int = 0
     sinks: int = 0
     recent: int = 1
@@ -351,6 +357,16 @@ class StepPolicy(ABC):
 
         visible() float32, of that shape: how many rows the query saw in the row's head.
         """
+
+    def learnt_size(self, group: int, size: int) -> int:
+        """For a policy that `learns`: how many numbers it keeps of each head, for G query heads of
+        D = `size` numbers."""
+        raise NotImplementedError
+
+    def learn(self, learnt: Tensor, queries: Tensor) -> None:
+        """Add queries float32 [F, G, T, D], before rotation, to the statistics `learnt` float32
+        [F, n] of their heads, in place. They start as zeros."""
+        raise NotImplementedError
 
     @abstractmethod
     def score(self, view: StepView) -> Tensor:

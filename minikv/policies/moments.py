@@ -32,6 +32,16 @@ class Rotation(Protocol):
         ...
 
 
+def unrotated(q: Tensor, angle: Tensor, scale: float | Tensor | None) -> Tensor:
+    """Queries [..., T, D] before they were rotated by angle [..., T, D / 2], in radians, and
+    multiplied by `scale` (see `Rotation.query_scale`)."""
+    cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+    if scale is not None:
+        cos, sin = cos / scale, sin / scale
+    one, two = q.chunk(2, -1)
+    return torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+
+
 class Moments:
     """Running mean and covariance of a layer's queries before rotation."""
 
@@ -47,12 +57,8 @@ class Moments:
         """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, and
         multiplied by `scale` (see `Rotation.query_scale`), which is undone here."""
         self.count += q.shape[2]
-        cos, sin = angle.cos(), angle.sin()
-        if scale is not None:
-            cos, sin = cos / scale, sin / scale
         for some in blocks(len(q), q[0].numel(), self._most):
-            one, two = q[some].to(torch.float64).chunk(2, -1)
-            back = torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
+            back = unrotated(q[some].to(torch.float64), angle, scale)
             self._sum[some] += back.sum(2)
             self._outer[some] += back.transpose(2, 3) @ back
 

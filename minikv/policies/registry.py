@@ -16,7 +16,9 @@ PROMPT = (
 ).split()
 """The methods that --policy takes, in the order in which they are listed."""
 
-STEP = "streaming h2o tova l2 random roco scissorhands hashevict rkv vase none".split()
+STEP = (
+    "streaming h2o tova l2 random roco scissorhands hashevict rkv vase triattention none"
+).split()
 """The methods that --decode takes, besides "auto"."""
 
 SCORERS = (

@@ -122,6 +122,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
         "group": "mean",
     },
     "vase": {"sinks": 4, "window": 32, "buffer": 64, "large": 0.25, "kernel": 5, "seed": 0},
+    "triattention": ENDS | {"buffer": 128, "future": 65536, "norm": True},
 }
 """Of every option of every policy: a default changes here, in the docs and by a measurement."""
 

@@ -36,7 +36,11 @@ from minikv.policies.hashevict import codes
 from minikv.policies.parts import LayerAllocator, PromptPolicy, smallest_budget
 
 VOCAB = 97
-SOON: dict[str, dict[str, object]] = {key: {"window": 3, "buffer": 4} for key in ("rkv", "vase")}
+SOON: dict[str, dict[str, object]] = {
+    "rkv": {"window": 3, "buffer": 4},
+    "vase": {"window": 3, "buffer": 4},
+    "triattention": {"recent": 3, "buffer": 4},
+}
 """Options under which a step policy evicts within a few tokens, where its defaults wait longer."""
 # Every prompt policy alone and with its own step policy; every step policy alone and with adakv.
 PAIRS = list(
