@@ -74,10 +74,11 @@ class DecodeStep:
         its cap.
 
         position: tokens counted so far; positions below `pinned` never leave; `leaves_last` bool
-        [R]: rows that leave after all others. learnt: see `Outcome`; steps add to it. captured: no step may read a value from the device,
-        and addresses stay where they are. Allocates the memory that steps need. Raises what torch
-        raises, and then this stays closed. `key` changes whenever something changes that a captured
-        step holds fixed, and `compiled` with it where kernels are compiled anew.
+        [R]: rows that leave after all others. learnt: see `Outcome`; `close` writes to it what the
+        steps added. captured: no step may read a value from the device, and addresses stay where
+        they are. Allocates the memory that steps need. Raises what torch raises, and then this
+        stays closed. `key` changes whenever something changes that a captured step holds fixed, and
+        `compiled` with it where kernels are compiled anew.
         """
         step = self.eviction
         step.open(arena, policy, position, pinned, leaves_last, learnt, captured=captured)

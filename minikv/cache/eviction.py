@@ -50,9 +50,9 @@ class Eviction:
     layer's queries see; oldest_seen [L]: the oldest of these; width: no head has more rows. pinned,
     leaves_last, captured: see `DecodeStep.open`; shown int32 [R]: with leaves_last, positions as
     the policy sees them. scratch: the step's logits float32 [L, H, G, width] and their log-sum-exps
-    [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. learnt float32 [L, H,
-    n] and queries float32 [L, H, G, D]: for a policy that learns, what it learnt and the step's
-    queries; else None. due: whether a head may have to evict at the end of the step.
+    [L, H, G], if the policy reads them. quota: what `StepPolicy.quota` returns. learnt float32
+    [L, H, n] and queries float32 [L, H, G, D]: for a policy that learns, what it learnt and the
+    step's queries; else None. due: whether a head may have to evict at the end of the step.
     """
 
     arena: Arena

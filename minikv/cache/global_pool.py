@@ -53,13 +53,18 @@ class GlobalPool:
         flat, size = key.flatten(), self.size
         both = torch.cat((self._key[:size], flat))
         edge = _smallest_of_best(both, size)
-        better, tied = both > edge, both == edge
-        stays = better | (tied & (tied.cumsum(0) <= size - better.sum()))  # of equal ones the first
-        # As many rows enter as leave. On a GPU the host does not know how many, so the list is
-        # padded with writes to the last row.
-        enters = stays[size:]
-        wide = int(enters.sum()) if key.device.type == "cpu" else min(size, len(flat))
-        into, row = _listed(~stays[:size], wide, self._owned), _listed(enters, wide, 0)
+        stays, readable = both >= edge, key.device.type == "cpu"
+        if not readable or int(stays.sum()) > size:
+            better, tied = both > edge, both == edge  # of equal ones the first
+            stays = better | (tied & (tied.cumsum(0) <= size - better.sum()))
+        leaves, enters = ~stays[:size], stays[size:]
+        # As many rows enter as leave. On a GPU, where nobody waits for how many, the list is padded
+        # with writes to the last row.
+        if readable:
+            into, row = leaves.nonzero()[:, 0], enters.nonzero()[:, 0]
+        else:
+            wide = min(size, len(flat))
+            into, row = _listed(leaves, wide, self._owned), _listed(enters, wide, 0)
         extra = {"pos": pos} | dict(extra)
         most = max(1, AT_ONCE // staged["k"].shape[2])
         for slots, rows in zip(torch.split(into, most), torch.split(row, most), strict=True):

@@ -260,7 +260,7 @@ class KVCache:
             self.words,
             self.sentences,
             self.device.type == "cuda",
-            self.state.outcome.learnt,
+            self._learnt,
         )
 
     def _begin(self, prompt: Prompt, tier: Tier | None = None) -> None:
@@ -439,7 +439,7 @@ class KVCache:
                 self.position,
                 pinned=self.pinned,
                 leaves_last=self._leaves_last(arena),
-                learnt=self.state.outcome.learnt,
+                learnt=self._learnt,
                 captured=captured,
             )
         self._full = self.position + int((arena.capacity - arena.held).min())
@@ -474,6 +474,12 @@ class KVCache:
         if self._stepping:
             self.drop()
         self.decode.close()
+
+    @property
+    def _learnt(self) -> Tensor | None:
+        """What the step policy learnt so far; None if it does not learn, or another one did."""
+        own, found = unlearnt(self.rules.step, self.shape, self.device), self.state.outcome.learnt
+        return found if own is not None and found is not None and own.shape == found.shape else None
 
     @property
     def full_at(self) -> int:
@@ -525,9 +531,10 @@ class KVCache:
         """A copy of the cache, without its policies. Between turns only."""
         arena = self.arena
         assert self.reading is None
-        state, learnt = self.state, self.state.outcome.learnt
-        if learnt is not None:  # a copy, which steps do not change
-            state = replace(state, outcome=replace(state.outcome, learnt=learnt.cpu().clone()))
+        state, learnt = self.state, self._learnt
+        if state.outcome.learnt is not None:
+            copy = None if learnt is None else learnt.to("cpu", copy=True)
+            state = replace(state, outcome=replace(state.outcome, learnt=copy))
         return CacheSnapshot(state, tuple(arena.region), arena.layout(), arena.pack())
 
     def restore(

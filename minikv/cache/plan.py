@@ -20,6 +20,7 @@ from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL
 from minikv.policies.moments import Rotation, unrotated
+from minikv.policies.outputs import WEIGHTS
 from minikv.policies.parts import policy_columns
 from minikv.policies.repeats import Repeat, Wording
 from minikv.policies.selection import largest_block
@@ -54,8 +55,8 @@ class Setup:
         return made if made is None or self.learnt is None else self.learnt.clone()
 
     def learn(self, learnt: Tensor, layer: int, q: Tensor, first: int) -> None:
-        """Have the step policy learn from a layer's queries q [t, heads, D] at positions from `first`
-        on."""
+        """Have the step policy learn from a layer's queries q [t, heads, D], at the positions from
+        `first` on."""
         step, rotary = self.rules.step, self.rotary
         assert step is not None
         assert rotary is not None, "the network's rotary frequencies are not known"
@@ -489,9 +490,17 @@ def _vectors(setup: Setup, rows: int) -> int:
         if evidence.each_query:  # the attention of these queries, and three maps of that size
             found += 4 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows
+        copied = some * each if setup.dtype.itemsize < 4 else 0
+        found += shape.head_dim**2 + copied
+    elif evidence.norms:
         matrix = group * shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
-        copied = some * each + matrix
-        found += shape.heads * shape.head_dim**2 + (copied if setup.dtype.itemsize < 4 else 0)
+        weights = largest_block(heads, matrix, WEIGHTS)
+        grams = shape.heads * shape.head_dim**2
+        found += grams if weights == heads * matrix else 2 * grams
+        found += weights if setup.dtype.itemsize < 4 else 0
+        if setup.ops.name != "native":  # C makes no products
+            found += (3 if setup.dtype.itemsize < 4 else 2) * largest_block(heads, each, most)
+        found += (2 * shape.heads + 8 * heads + 2) * rows
     elif found:
         found += 3 * heads * rows
     return 4 * found

@@ -24,7 +24,7 @@ class Outcome:
     """The result of the last prompt. lost: for each layer, the share of attention mass that fell on
     evicted rows (None: not measured). shaped: the prompt's question decided which rows stayed.
     learnt float32 [L, H, n]: what the step policy learnt of the queries of all prompts and answers
-    (`StepPolicy.learn`); None: nothing. Steps write to it in place."""
+    (`StepPolicy.learn`); None: nothing. The end of an answer writes to it."""
 
     lost: tuple[float | None, ...] = ()
     shaped: bool = False
@@ -91,7 +91,7 @@ class CacheSnapshot:
             "evict_s": state.evict_s,
             "lost": list(state.outcome.lost),
             "shaped": state.outcome.shaped,
-            "learnt": None if learnt is None else learnt.tolist(),
+            **({} if learnt is None else {"learnt": learnt.tolist()}),
             "region": list(self.region),
             **{_KEYS.get(name, name): getattr(self.layout, name).tolist() for name in TABLES},
         }

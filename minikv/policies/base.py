@@ -207,8 +207,8 @@ class Evidence:
     whole_layers: how many first layers keep every row, in excess of the budget.
     copies, vectors, products and projects: the memory that it needs. copies: whether it reads `key`
         ("k"), `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at
-        once; products: the same for blocks with as many numbers for each query head. projects:
-        values are multiplied by the whole output projection.
+        once; products: of as many numbers for each query head, made of them. projects: values are
+        multiplied by the whole output projection. norms: it reads `outputs.output_lengths`.
     """
 
     observe: int = 0
@@ -228,6 +228,7 @@ class Evidence:
     vectors: int = 0
     products: int = 0
     projects: bool = False
+    norms: bool = False
 
 
 class Scorer(ABC):

@@ -58,7 +58,7 @@ class KVzip(Scorer):
     @property
     def evidence(self) -> Evidence:
         return Evidence(
-            sinks=self.sinks, window=1, second_pass=True, lengths=self.plus, products=int(self.plus)
+            sinks=self.sinks, window=1, second_pass=True, lengths=self.plus, norms=self.plus
         )
 
     @property

@@ -9,20 +9,22 @@ from minikv.policies.base import PromptView
 from minikv.policies.repeats import RepeatView
 from minikv.policies.selection import blocks, in_blocks
 
-_PROJECTED = 4096  # rows projected at once, over all heads
+WEIGHTS = 1 << 20
+"""How many numbers of W_O are made float32 at once, or those of one head, if they are more."""
+_PROJECTED = 4096  # rows projected at once, those of all heads counted
 
 
 def output_lengths(view: PromptView | RepeatView) -> Tensor:
     """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head."""
-    value, output, most = view.value(), _projection(view), view.ops.block
+    value, output = view.value(), _projection(view)
 
     def gram(some: slice) -> Tensor:
         weights = output[some].float()
         return weights @ weights.transpose(2, 3)
 
     # |v W|^2 = v (W W^T) v^T
-    grams = in_blocks(len(output), output[0].numel(), most, gram)
-    return view.ops.quadratic_forms(value, grams, most).clamp_(min=0.0).sqrt_()
+    grams = in_blocks(len(output), output[0].numel(), WEIGHTS, gram)
+    return view.ops.quadratic_forms(value, grams, view.ops.block).clamp_(min=0.0).sqrt_()
 
 
 def output_norms(view: PromptView) -> Tensor:

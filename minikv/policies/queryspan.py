@@ -41,7 +41,7 @@ class QuerySpan(Scorer):
             sinks=self.sinks,
             window=self.recent,
             copies="v",
-            products=1,
+            norms=True,
             lengths=True,
         )
 

@@ -132,11 +132,11 @@ class Span:
 
 
 def carry(worth: Tensor, pos: Tensor, falls: Tensor, order: Tensor | None = None) -> Tensor:
-    """float32 [..., H, N]: the largest worth that a row gets from the rows at or before its position.
-    worth [..., H, N]: at least 0, and 0 for rows with pos -1, where the result has no meaning. falls
-    float64 [P]: the logarithm of what is left of a worth from position 0 at each position; the last
-    one is 0, for pos -1. order int64 [H, B]: the first B rows by position; the others follow them
-    as they are. None: all."""
+    """float32 [..., H, N]: the largest worth that a row gets from the rows at or before its
+    position. worth [..., H, N]: at least 0, and 0 for rows with pos -1, where the result has no
+    meaning. falls float64 [P]: the logarithm of what is left of a worth from position 0 at each
+    position; the last one is 0, for pos -1. order int64 [H, B]: the first B rows by position; the
+    others follow them as they are. None: all."""
     order = pos.argsort(dim=1, stable=True) if order is None else order
     early = order.shape[1]
 

@@ -1,5 +1,5 @@
-"""TriAttention (arXiv 2604.04921, section 4): rows stay that the mean query, turned to the positions
-to come, looks at.
+"""TriAttention (arXiv 2604.04921): rows stay that the mean query would look at from the positions
+to come.
 
 Before rotation, a head's queries lie close to a centre, which is their mean. So the attention that
 later queries give a row follows from the centre and from the distance: it is a trigonometric series

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -145,6 +145,11 @@ def test_it_learns_from_every_prompt_and_answer() -> None:
     run.kv.restore(again)
     assert queries() == {43}
     assert torch.equal(again.state.outcome.learnt, held.state.outcome.learnt)
+    rules = run.kv.rules
+    run.kv.configure(replace(rules, step=rule("h2o", {})))  # which cannot use what is known
+    assert run.kv.snapshot().state.outcome.learnt is None
+    run.kv.restore(held, rules)
+    assert queries() == {43}
     short = held.record() | {"learnt": [[[1.0]]]}
     with pytest.raises(ValueError, match="not one of this network"):
         run.kv.restore(CacheSnapshot.read(short, held.columns))
