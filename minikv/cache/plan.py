@@ -439,6 +439,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     sums = 4 * (group + 1) * every
     if rules.observe != ALL and not (observed and (evicts or (step and step.observe))):
         sums = 0
+    if evidence.lengths:
+        always += 8 * observed * (shape.heads + 1)  # of the queries: lengths, and log-sum-exps
     if early and not even and sums:
         always += early * size * item  # keys of the head whose attention is added
     always += state * every
@@ -500,7 +502,7 @@ def _vectors(setup: Setup, rows: int) -> int:
         found += weights if setup.dtype.itemsize < 4 else 0
         if setup.ops.name != "native":  # C makes no products
             found += (3 if setup.dtype.itemsize < 4 else 2) * largest_block(heads, each, most)
-        found += (2 * shape.heads + 8 * heads + 2) * rows
+        found += (2 * shape.heads + 3 * heads + 2) * rows
     elif found:
         found += 3 * heads * rows
     return 4 * found
