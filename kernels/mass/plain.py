@@ -146,9 +146,9 @@ def peak_attention(
 def quadratic_forms(x: Tensor, matrices: Tensor, most: int) -> Tensor:
     """x A x of each row, float32 [H, G, n]. x [H, n, D]; symmetric matrices A float32 [H, G, D, D].
     About `most` numbers are computed at once."""
-    heads, rows, size = x.shape
-    found = torch.empty((heads, matrices.shape[1], rows), device=x.device)
-    step = max(1, most // max(1, rows * size))
+    (heads, rows, size), group = x.shape, matrices.shape[1]
+    found = torch.empty((heads, group, rows), device=x.device)
+    step = max(1, most // max(1, group * rows * size))
     for lo in range(0, heads, step):
         some = x[lo : lo + step].float()
         for g, each in enumerate(matrices[lo : lo + step].unbind(1)):

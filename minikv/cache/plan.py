@@ -501,7 +501,8 @@ def _vectors(setup: Setup, rows: int) -> int:
         found += grams if weights == heads * matrix else 2 * grams
         found += weights if setup.dtype.itemsize < 4 else 0
         if setup.ops.name != "native":  # C makes no products
-            found += (3 if setup.dtype.itemsize < 4 else 2) * largest_block(heads, each, most)
+            product = largest_block(heads, group * each, most) // group
+            found += (2 if setup.dtype.itemsize < 4 else 1) * product
         found += (2 * shape.heads + 3 * heads + 2) * rows
     elif found:
         found += 3 * heads * rows
