@@ -107,10 +107,9 @@ def centres(learnt: Tensor, size: int) -> tuple[Tensor, Tensor]:
     `TriAttention`; D: `size`."""
     group = 2 * (learnt.shape[1] - 1) // (3 * size)
     means = learnt[:, 1:] / learnt[:, :1].clamp(min=1.0)
-    sums, lengths = means.split((group * size, group * (size // 2)), 1)
-    centre = sums.unflatten(1, (group, size))
-    rest = lengths.unflatten(1, (group, size // 2)) - pair_lengths(centre)
-    return centre, rest.clamp(min=0.0)
+    centre = means[:, : group * size].reshape(-1, group, size)
+    lengths = means[:, group * size :].reshape(-1, group, size // 2)
+    return centre, (lengths - pair_lengths(centre)).clamp(min=0.0)
 
 
 def pair_lengths(x: Tensor) -> Tensor:
