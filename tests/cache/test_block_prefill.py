@@ -45,24 +45,6 @@ def step(name: str, options: dict[str, object] | None = None) -> StepPolicy:
     return made
 
 
-def strided(
-    net: Llama, name: str, budget: int, stride: int, options: dict[str, object] | None = None
-) -> Engine:
-    kv = KVCache(
-        shape(net),
-        Rules(None, step(name, options), Budget.parse(budget), stride),
-        dtype=net.dtype,
-        rotary=net.rotation,
-        poison=True,
-    )
-    return Engine(net, kv)
-
-
-def kept(kv: KVCache) -> list[list[int]]:
-    heads = range(kv.shape.kv_heads)
-    return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
-
-
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("windows", [None, (None, 24, None)])
 def test_blocks_of_one_are_steps(name: str, windows: tuple[int | None, ...] | None) -> None:
