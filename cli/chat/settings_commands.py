@@ -172,7 +172,7 @@ def _change(context: Context, key: str, words: Sequence[str]) -> None:
         context.generation = replace(context.generation, **{key: value})
     if value == "blind" and session.documents and session.evicted_for_turn != 0:
         context.terminal.say(
-            "what was read stays as it is; /clear reads it again, and evicts before any question"
+            "text read so far stays as it is; /clear reads it again, and evicts before any question"
         )
     context.origins[key] = "/set"
 

@@ -1,4 +1,4 @@
-"""/undo and /retry: the last turns are taken back, or the last question is asked again."""
+"""/undo and /retry: undo the last turns, or ask the last question again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _undo(context: Context, arguments: list[str]) -> None:
     waiting = list(session.pending)
     taken = session.undo(int(arguments[0]) if arguments else 1)
     for turn in reversed(taken):
-        context.terminal.say(f"took back: {_line(turn.question)}")
+        context.terminal.say(f"undone: {_line(turn.question)}")
     if session.turns and not session.fed and not (session.recall.tokens and session.recalls):
         context.terminal.say("  your next question reads the rest of the conversation again")
     again = [d.name or "the document" for d in session.pending if d not in waiting]
@@ -49,7 +49,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     flags = _flags(arguments)
     eviction, seed = _settings(session, flags)
-    session.check(eviction)  # before anything is taken back
+    session.check(eviction)  # before anything is undone
     if context.stopped is None or context.stopped not in session.undone[:1]:
         if not session.turns:
             raise UsageError(
@@ -86,7 +86,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
                 terminal.note("  the next question reads all again, for the chat's own policy")
         context.stopped = session.undone[0] if session.undone else None
         if session.turn == before:
-            terminal.say("  the question is taken back; /retry asks it again")
+            terminal.say("  the question is undone; /retry asks it again")
 
 
 def _flags(arguments: list[str]) -> dict[str, str]:
@@ -136,7 +136,7 @@ def _after_retry(session: ChatSession, before: Sequence[str], word: str) -> Iter
 
 
 COMMANDS = (
-    Command(("undo",), "[N]", "take back the last turn, or the last N", _undo),
+    Command(("undo",), "[N]", "undo the last turn, or the last N", _undo),
     Command(
         ("retry",),
         "[--policy P] [--budget B] [--seed N]",

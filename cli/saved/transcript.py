@@ -154,7 +154,7 @@ def read_from(name: str, rows: Rows) -> Saved:
         known = decoded(about)
         source = Source(**known["source"]) if known["source"] else None
         if known["name"] is not None and one_line(known["name"]) != known["name"]:
-            raise ValueError(f"{known['name']!r:.60} is no name of a document")  # it is shown
+            raise ValueError(f"{known['name']!r:.60} is not a name of a document")  # it is shown
         texts.append(Document(text, known["name"], source))
     turns = list[Turn]()
     for about, question, answer in rows("turn"):
@@ -174,7 +174,7 @@ def read_from(name: str, rows: Rows) -> Saved:
         checked(kind, facts[key], key)
     for key, words in (("reuse", REUSES), ("overflow", OVERFLOWS)):
         if facts.get(key, words[0]) not in words:
-            raise ValueError(f"{key} {facts[key]!r:.20} is none")
+            raise ValueError(f"{key} {facts[key]!r:.20} is invalid")
     return Saved(name, facts, eviction, tuple(turns), pending, ids, curve)
 
 

@@ -174,7 +174,7 @@ GONE = "tier.kv: No such file or directory"
         ("auto", None, OSError(), "ram", f"RAM (the tier): {{size}}, as {GONE}; this saves"),
         ("auto", None, TierError("3 B"), "ram", "RAM (the tier): {size}, as 3 B; this saves"),
         ("auto", None, UsageError("full"), "ram", "RAM (the tier): {size}, as full; this saves"),
-        ("auto", 1000, OSError(), "", f"no tier: {GONE}; what was read takes "),
+        ("auto", 1000, OSError(), "", f"no tier: {GONE}; in RAM it takes "),
     ],
 )
 def test_where_a_tier_is_and_why_is_said_once(

@@ -100,7 +100,7 @@ def test_what_is_plain_is_understood_and_said(line: str, question: str, files: l
 def test_what_is_not_plain_is_refused_with_the_line_to_type(line: str, typed: str) -> None:
     first, *others = shlex.split(line)
     words = shlex.split(typed)
-    message = "there is no question" if "QUESTION" in words else "not plain which|no such file"
+    message = "there is no question" if "QUESTION" in words else "not clear which|no such file"
     with pytest.raises(UsageError, match=message) as caught:
         sorted_out(first, others)
     assert f"minikv ask {typed}" in caught.value.hint

@@ -33,16 +33,16 @@ def test_undo_says_what_it_took_back(talk: Talk) -> None:
     out, err = talk.run("undo 2")
     assert out == ""
     lines = err.splitlines()
-    assert lines[0].startswith("took back: Why? [31mxxx")
+    assert lines[0].startswith("undone: Why? [31mxxx")
     assert lines[0].endswith("…")
     assert len(lines[0]) <= 90
-    assert lines[1] == "took back: Who runs it?"
+    assert lines[1] == "undone: Who runs it?"
     assert lines[2] == "  a.txt will be read with your next question"
     assert lines[3] == "  b.txt came later and went too; /add brings it back"
     assert talk.ask("Who\nruns   it?") == first
     _, err = talk.run("undo")
     assert err.splitlines()[1] == "  a.txt will be read with your next question"
-    assert "there is no turn to take back" in talk.refused("undo")
+    assert "there is no turn to undo" in talk.refused("undo")
 
 
 def test_undo_without_a_copy_says_that_the_rest_is_read_again(talk: Talk) -> None:
@@ -183,6 +183,6 @@ def test_a_retry_that_is_stopped_while_reading_says_how_to_go_on(
     with pytest.raises(error):
         talk.run("retry")
     monkeypatch.setattr(talk.session.engine, "prompt", prompt)
-    told = "the question is taken back; /retry asks it again" in talk.capsys.readouterr().err
+    told = "the question is undone; /retry asks it again" in talk.capsys.readouterr().err
     assert told or error is ContextError
     assert talk.run("retry")[0] == first
