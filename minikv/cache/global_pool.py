@@ -53,8 +53,8 @@ class GlobalPool:
         flat, size = key.flatten(), self.size
         both = torch.cat((self._key[:size], flat))
         edge = _smallest_of_best(both, size)
-        stays, readable = both >= edge, key.device.type == "cpu"
-        if not readable or int(stays.sum()) > size:
+        readable = key.device.type == "cpu"
+        if not readable or int((stays := both >= edge).sum()) > size:
             better, tied = both > edge, both == edge  # of equal ones the first
             stays = better | (tied & (tied.cumsum(0) <= size - better.sum()))
         leaves, enters = ~stays[:size], stays[size:]

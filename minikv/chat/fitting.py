@@ -116,7 +116,7 @@ def likely(name: str, *, gpu: bool) -> Kernels:
     if gpu:
         ops.block = GPU_BLOCK
     elif name != "torch":
-        ops.evict = cpu.evict
+        ops.name, ops.evict = "native", cpu.evict
     return ops
 
 

@@ -151,7 +151,7 @@ def test_it_learns_from_every_prompt_and_answer() -> None:
     run.kv.restore(held, rules)
     assert queries() == {43}
     short = held.record() | {"learnt": [[[1.0]]]}
-    with pytest.raises(ValueError, match="not one of this network"):
+    with pytest.raises(ValueError, match="another network or policy"):
         run.kv.restore(CacheSnapshot.read(short, held.columns))
 
 
