@@ -412,3 +412,88 @@ def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
     _, err = screens()
     Terminal().status("é" * 30 + "世界" * 9)
     assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
+
+
+# -- the live line, keys, and remedies ------------------------------------------------------------
+
+
+def test_of_many_frames_ten_a_second_are_drawn(screens: Use) -> None:
+    _, err = screens()
+    made, now, asked = Terminal(), [0.0], list[int]()
+    made.clock = lambda: now[0]
+    for count in range(50):
+        now[0] = count / 25
+
+        def drawn(count: int = count) -> str:
+            asked.append(count)
+            return f"frame {count}"
+
+        made.frame(drawn)
+    assert asked == list(range(0, 50, 3))  # of 25 a second
+    assert err.getvalue().endswith("frame 48")
+
+
+def test_where_there_is_no_terminal_no_frame_is_made(streams: Use) -> None:
+    _, err = streams()
+    Terminal().frame(lambda: pytest.fail("nobody sees it"))
+    assert err.getvalue() == ""
+
+
+class Keys:
+    """In place of a `Keyboard`: what is done with it."""
+
+    def __init__(self, *_: object) -> None:
+        self.done: list[str] = []
+
+    def open(self) -> None:
+        self.done.append("open")
+
+    def close(self) -> None:
+        self.done.append("close")
+
+    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+        self.done.append("aside")
+        return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_keys_are_kept_from_open_to_close(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, plain: bool
+) -> None:
+    screens()
+    monkeypatch.setattr(terminal, "Keyboard", Keys)
+    flushed = list[object]()
+    monkeypatch.setattr(terminal.termios, "tcflush", lambda *_: flushed.append(_))
+    made = Terminal(plain=plain)
+    made.open_keyboard()
+    keys: Any = made.keyboard
+    with made.asking():
+        assert (keys is None, len(flushed)) == (plain, plain)
+    made.close()
+    assert made.keyboard is None
+    assert plain or keys.done == ["open", "aside", "close"]
+    with made.asking():
+        assert len(flushed) == 1 + plain
+
+
+@pytest.mark.parametrize(
+    ("text", "shown", "typed"),
+    [
+        ("no remedy", "no remedy", "no remedy"),
+        ("use `budget=64`", "use --budget 64", "use /budget 64"),
+    ],
+)
+def test_a_remedy_is_told_as_it_is_typed(streams: Use, text: str, shown: str, typed: str) -> None:
+    streams()
+    made = Terminal()
+    assert made.words(text) == shown
+    made.chat = True
+    assert made.words(text) == typed
+
+
+def test_the_screen_is_what_stderr_can_show(streams: Use, screens: Use) -> None:
+    streams()
+    assert Terminal().screen.rows == 0
+    screens()
+    shown = Terminal().screen
+    assert (shown.width, shown.rows > 0, shown.colour) == (40, True, True)
