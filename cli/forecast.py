@@ -150,7 +150,7 @@ class Planner:
             return tier_beside(shape, self.dtype, tokens, *how, cuda=self.gpu)
 
         cached = torch.int8 if settings.kv == "int8" else self.dtype
-        ops = likely(settings.kernels, gpu=self.gpu)
+        ops = likely(settings.kernels, shape, self.dtype, gpu=self.gpu)
         self.machine = Machine(shape, self.dtype, cached, self.work, beside, self.gpu, ops)
 
     def work(self, tokens: int, *, foresees: bool = False) -> int:

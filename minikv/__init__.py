@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["ChatSession", "MinikvError", "TurnReport", "__version__", "load"]
 
-if not (Path(__file__).parent / "kernels").exists():  # a clone has it beside this folder
+if (
+    Path(__file__).parents[1] / "kernels/dispatch.py"
+).exists():  # in a clone it is beside this folder
     __path__.append(str(Path(__file__).parents[1]))
 
 

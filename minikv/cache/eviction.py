@@ -421,7 +421,8 @@ class Eviction:
 def leaving(scores: Tensor, pos: Tensor, counts: Tensor) -> Tensor:
     """bool [F, N]: the counts [F] rows of each head with the lowest scores (of equal scores, the
     oldest), or all rows that may leave if there are fewer. scores float32 [F, N]: infinite for a
-    row that may not leave."""
+    row that may not leave. NaN counts as 0, so that as many leave whatever a score is."""
+    scores = scores.nan_to_num(0.0, torch.inf, -torch.inf)
     young = pos.argsort(dim=1, stable=True)
     ranked = scores.gather(1, young).argsort(dim=1, stable=True)
     order = young.gather(1, ranked)

@@ -498,7 +498,9 @@ class KVCache:
 
     def holds(self, position: int) -> int:
         """How many tokens stay if the cache is cut at `position`: none if a layer's window may have
-        dropped rows before it."""
+        dropped rows before it, or if the step policy learnt from the tokens after it."""
+        if self.rules.step is not None and self.rules.step.learns:
+            return 0
         windows = [window for window in self.shape.windows if window is not None]
         return position if self.position <= min([self.position, *windows]) else 0
 

@@ -60,10 +60,13 @@ class Setup:
         step, rotary = self.rules.step, self.rotary
         assert step is not None
         assert rotary is not None, "the network's rotary frequencies are not known"
-        at = torch.arange(first, first + len(q), device=q.device)
-        angle = at[:, None].to(torch.float64) * rotary.layers[layer].inverse.to(torch.float64)
-        query = q.view(len(q), self.shape.kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
-        step.learn(learnt[layer], unrotated(query, angle, rotary.query_scale(at, len(at))))
+        for part in torch.split(q, max(1, self.ops.block // q[0].numel())):
+            at = torch.arange(first, first + len(part), device=q.device)
+            angle = at[:, None].to(torch.float64) * rotary.layers[layer].inverse.to(torch.float64)
+            each = part.view(len(part), self.shape.kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
+            scale = rotary.query_scale(at, len(at))
+            step.learn(learnt[layer], unrotated(each.float(), angle, scale))
+            first += len(part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -444,6 +447,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     if early and not even and sums:
         always += early * size * item  # keys of the head whose attention is added
     always += state * every
+    if step is not None and step.learns:  # four copies in float32 of the queries at once
+        always += 16 * max(shape.heads * size, min(setup.ops.block, shape.heads * size * rows))
     if step is not None:
         always += (sum(dtype.itemsize for dtype in step.columns.values()) + step.scratch) * every
     copies = _keys(rows, setup) if early else 0
@@ -500,7 +505,7 @@ def _vectors(setup: Setup, rows: int) -> int:
         grams = shape.heads * shape.head_dim**2
         found += grams if weights == heads * matrix else 2 * grams
         found += weights if setup.dtype.itemsize < 4 else 0
-        if setup.ops.name != "native":  # C makes no products
+        if setup.ops.quadratic_forms is Kernels.quadratic_forms:  # C makes no products
             product = largest_block(heads, group * each, most) // group
             found += (2 if setup.dtype.itemsize < 4 else 1) * product
         found += (2 * shape.heads + 3 * heads + 2) * rows

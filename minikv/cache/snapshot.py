@@ -149,6 +149,9 @@ class CacheSnapshot:
         inside = (slot >= start) & (slot < start + length)
         if not ((slot == -1) | inside).all():
             raise ValueError("a free slot is outside its segment")
+        learnt = self.state.outcome.learnt
+        if learnt is not None and not (learnt.dim() == 3 and bool(learnt.isfinite().all())):
+            raise ValueError("what the step policy learnt has numbers that no queries have")
         if any(len(column) != int(length.sum()) for column in self.columns.values()):
             raise ValueError("a column does not have a value for every row")
         if "pos" in self.columns:

@@ -17,8 +17,11 @@ from minikv.cache.tier_rows import row_nbytes
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.errors import ContextError, UsageError
+from minikv.kernels.decode.cpu import unfit
 from minikv.kernels.dispatch import GPU_BLOCK, Kernels
 from minikv.kernels.evict import cpu
+from minikv.kernels.mass.cpu import quadratic_forms
+from minikv.kernels.native import choice
 from minikv.policies.repeats import Wording
 
 USEFUL = 512
@@ -109,14 +112,16 @@ class Machine:
         return steps[low - 1] if low else least
 
 
-def likely(name: str, *, gpu: bool) -> Kernels:
-    """The kernels that a chat with this value of the setting `kernels` will have, as far as memory
-    depends on them. Nothing is compiled."""
+def likely(name: str, shape: Shape, dtype: torch.dtype, *, gpu: bool) -> Kernels:
+    """The kernels that a chat with this value of the setting `kernels` will have for a network of
+    this shape and dtype, as far as memory depends on them. Nothing is compiled."""
     ops = Kernels()
     if gpu:
         ops.block = GPU_BLOCK
-    elif name != "torch":
-        ops.name, ops.evict = "native", cpu.evict
+    elif name != "torch" and not unfit(dtype, shape.head_dim):
+        ops.evict = cpu.evict
+        if choice.CHOICES[choice.processor()]["prompt statistics"] == choice.C:
+            ops.quadratic_forms = quadratic_forms
     return ops
 
 

@@ -7,7 +7,7 @@ of the distance, with one frequency for each pair of numbers. It is averaged ove
 queries 1, 2, 4, ... positions ahead. A second term is for what differs from the centre: the lengths
 of the pairs of the key, each weighted by how much longer queries are there than their mean. The
 query heads of a KV head are compared after each is standardised over the head's rows, and the
-largest counts. A head takes in `buffer` new rows, then evicts as many at once.
+largest counts. A head adds `buffer` new rows, then evicts as many at once.
 
 Keys are stored rotated. So the series is the product of the key with the centre, which is rotated
 by the mean over these positions.
@@ -34,7 +34,7 @@ class TriAttention(StepPolicy):
 
     sinks: int = options.sinks()
     recent: int = options.recent(1)
-    buffer: int = option(128, "how many tokens a head takes in before it evicts as many", (1, 4096))
+    buffer: int = option(128, "how many tokens a head adds before it evicts as many", (1, 4096))
     future: int = option(
         1 << 16, "how far ahead the queries are that count: 1, 2, 4, ... tokens", (1, 1 << 20)
     )
@@ -73,7 +73,7 @@ class TriAttention(StepPolicy):
             if self.norm:
                 worth += rest[part] @ pair_lengths(key).transpose(1, 2)
             found[part] = standardised(worth, view.free[part, None]).amax(1)
-        return found
+        return found.nan_to_num_(0.0, 0.0, 0.0)
 
     def _turn(self, view: StepView) -> tuple[Tensor, Tensor]:
         """Cosine and sine float32 [F, D / 2] of each head's layer, their mean over the positions
@@ -130,7 +130,7 @@ def standardised(worth: Tensor, counts: Tensor) -> Tensor:
 METHOD = Method(
     "triattention",
     "tokens that the mean query would look at from the positions to come; a head grows by `buffer` "
-    "tokens over its budget, then gives up as many at once",
+    "tokens over its budget, then evicts as many at once",
     rule=TriAttention,
     good="long answers",
     paper="2604.04921",

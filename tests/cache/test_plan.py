@@ -301,7 +301,7 @@ def test_what_steps_work_with_is_planned(policy: str, step: str, kernels: str) -
     run.prompt(small.ids(900))
     for token in small.ids(3):
         run.step(token)
-    for ops in (kv.ops, likely(kernels, gpu=False)):
+    for ops in (kv.ops, likely(kernels, kv.shape, kv.dtype, gpu=False)):
         machine = Machine(kv.shape, kv.dtype, kv.kv, lambda tokens: 0, ops=ops)
         found = peak(*machine.plan(eviction, 900, 3))
         assert kv.decode.nbytes <= found.writing - found.rows <= 1.05 * kv.decode.nbytes

@@ -250,8 +250,9 @@ def planned_by(
     answer: int,
     kept: torch.dtype = torch.float32,
 ) -> tuple[Plan, Setup]:
-    ops = likely("auto", gpu=False)
-    machine = Machine(shape_of(config), torch.float32, kept, lambda _: 0, ops=ops)
+    shape = shape_of(config)
+    ops = likely("auto", shape, torch.float32, gpu=False)
+    machine = Machine(shape, torch.float32, kept, lambda _: 0, ops=ops)
     return machine.plan(eviction, tokens, answer)
 
 
