@@ -30,9 +30,12 @@ def _save(context: Context, arguments: list[str]) -> None:
     if len(arguments) > 1:
         raise UsageError("/save takes one name", "/save thesis")
     keeper = context.keeper
+    before = keeper.name
     path = keeper.save(context.session, arguments[0] if arguments else None)
     context.terminal.say(f"saved as {keeper.name}, and after every turn from now on: {path}")
     context.terminal.say(f"  minikv chat --resume {keeper.name} continues it")
+    if before not in ("", keeper.name):
+        context.terminal.say(f"  it was called {before}; /fork would have kept both")
 
 
 def _fork(context: Context, arguments: list[str]) -> None:

@@ -40,7 +40,8 @@ class HistoryFile(FileHistory):
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
-            super().store_string(string)
+            if _is_private(Path(os.fsdecode(self.filename))):
+                super().store_string(string)
 
 
 def history_in(path: Path | None) -> History:
@@ -49,13 +50,21 @@ def history_in(path: Path | None) -> History:
     with contextlib.suppress(OSError):
         if path is not None:
             private(path.parent)
-            # Neither a link is followed nor a pipe waited for.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    os.fchmod(file.fileno(), 0o600)
-                    return HistoryFile(path)
+            if _is_private(path):
+                return HistoryFile(path)
     return InMemoryHistory()
+
+
+def _is_private(path: Path) -> bool:
+    """Whether it is a regular file. It is made if it is not there, and only its user may read it.
+    Raises OSError."""
+    # Neither a link is followed nor a pipe waited for.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return False
+        os.fchmod(file.fileno(), 0o600)
+    return True
 
 
 BLOCK = '"""'

@@ -96,7 +96,7 @@ def read(data: bytes, defaults: Generation) -> Request:
         raise RequestError("stream_options must be an object", "stream_options")
     model = body.get("model")
     if not isinstance(model, str):
-        raise RequestError("model must be a text", "model")
+        raise RequestError("model is missing" if model is None else "model must be a text", "model")
     messages = _messages(body.get("messages"))
     if messages[-1].role != "user":
         raise RequestError("the last message must be the user's", "messages")

@@ -42,10 +42,10 @@ class Served:
 
     def __enter__(self) -> Self:
         self._thread.start()
+        self.get("/health")  # it has begun
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.get("/health")  # it has begun
         self.server.should_exit = True
         self._thread.join(30)
         assert not self._thread.is_alive()

@@ -445,6 +445,10 @@ def test_history_survives_damage_and_is_its_users_alone(tmp_path: Path) -> None:
     editor.history_in(path).store_string("new\n[bold]\x1b")
     assert newest(path) == ["new\n[bold]\x1b", "old"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.unlink()
+    history = editor.HistoryFile(path)
+    history.store_string("again")  # as it was removed, it is made anew
+    assert (newest(path), stat.S_IMODE(path.stat().st_mode)) == (["again"], 0o600)
     full = editor.HistoryFile("/dev/full")
     full.store_string("x")  # a disk without room costs no chat
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
@@ -456,6 +460,7 @@ def test_history_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str
     other.write_text("+secret\n")
     path.symlink_to(other) if kind == "link" else os.mkfifo(path)
     assert isinstance(editor.history_in(path), InMemoryHistory)
+    editor.HistoryFile(path).store_string("new")  # it was put there while the chat ran
     assert other.read_text() == "+secret\n"
 
 
