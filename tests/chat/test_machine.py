@@ -127,7 +127,8 @@ def facts(session: ChatSession) -> dict[str, Any]:
         "pending": list(session.pending),
         "eviction": session.eviction,
         "seed": session.seed,
-        "rereads": session.rereads,
+        # Where nothing is cached, all is read in any case, and no file keeps the wish.
+        "rereads": session.rereads and bool(session.fed),
         "position": session.engine.kv.position,
         "generated": [report.tokens.generated for report in session.reports],
         "seen": [report.tokens.seen_total for report in session.reports],
