@@ -4,7 +4,8 @@
 
    The lanes of a vector are keys, so that sums over queries are sums of vectors; numbers of queries
    are broadcast. A block of LANES * WIDE keys is converted to float and transposed once for many
-   queries. The log-sum-exp of every query is an input, so that each probability is final. */
+   queries. The log-sum-exp of every query is an input, so that each probability is final; a FORM
+   has none. */
 #include "lanes.h"
 #include "span.h"
 #include "threads.h"
@@ -18,8 +19,8 @@ enum { TILE = 4 };
 #endif
 enum { WIDE = 3, BLOCK = LANES * WIDE };
 
-/* What is computed from the probabilities of a key: their sum, the largest, or all of them. FORM: of
-   the products with the rows of a symmetric matrix, their sum, each times the key's number. */
+/* What is computed from the probabilities of a key: their sum, the largest, or all of them. FORM:
+   of the products with the rows of a symmetric matrix, their sum, each times the key's number. */
 enum { SUM, PEAK, EACH, FORM };
 
 #define QUERY_BYTES (1 << 18) /* of the queries kept as floats at a time: they fit the cache */
@@ -28,8 +29,8 @@ enum { SUM, PEAK, EACH, FORM };
 
 /* heads, group, rows, keys, size: H, G, T, N, D. window: a query at position p sees keys after p -
    window; 0: no limit. kind: dtype of keys; q_kind: of queries. made: SUM, PEAK, EACH or FORM. The
-   rest are strides in numbers; a stride of 0 over H: the heads share the tensor. If there is an index [H,
-   N], key j of head h is row index[h][j] of k. */
+   rest are strides in numbers; a stride of 0 over H: the heads share the tensor. If there is an
+   index [H, N], key j of head h is row index[h][j] of k. */
 typedef struct {
     int64_t heads, group, rows, keys, size, window, kind, q_kind, made;
     int64_t q_head, q_group, q_row, q_pos_row, k_head, k_row, index_head, pos_head;
@@ -110,12 +111,7 @@ static void load_keys(const Shape *s, const Tensors *x, Workspace *r, int64_t h,
 /* Add the products of TILE queries of head g, from query i on, with the block's keys, of the
    numbers from `first` to `end` of each. If fewer queries are left, the last one fills the rest. */
 INLINE void add_products(
-    const Shape *s,
-    const Workspace *r,
-    int64_t g,
-    int64_t i,
-    int64_t first,
-    int64_t end,
+    const Shape *s, const Workspace *r, int64_t g, int64_t i, int64_t first, int64_t end,
     vec x[TILE][WIDE]
 ) {
     const float *q[TILE];
@@ -221,9 +217,9 @@ static void tile(
     }
 }
 
-/* Add, for each key x of the block, the part of x A x that rows i .. i + TILE - 1 of the loaded ones
-   of each symmetric matrix A give. What is left of the diagonal counts twice, and what is right of
-   it not at all. */
+/* Add, for each key x of the block, the part of x A x that rows i .. i + TILE - 1 of the loaded
+   ones of each symmetric matrix A give. What is left of the diagonal counts twice, and what is
+   right of it not at all. */
 static void form(const Shape *s, const Workspace *r, int64_t i) {
     const int64_t row = r->t + i;
     const int count = r->count - i < TILE ? (int)(r->count - i) : TILE;
@@ -286,9 +282,10 @@ static void blocks(
     }
 }
 
-/* Compute the results that s->made selects into x; see `Shape` and `Tensors`. q [H, G, T, D] and k
-   of dtype `kind`; q_pos [T] does not decrease; no tensor is empty. For PEAK, mass must be 0 before
-   the call. FORM reads neither q_pos nor lse, and T is D. Returns 0, or 2 if there is no memory. */
+/* Compute the results that s->made selects into x; see `Shape` and `Tensors`. q [H, G, T, D]
+   of dtype `q_kind`, k of `kind`; q_pos [T] does not decrease; no tensor is empty. For PEAK, mass
+   must be 0 before the call. FORM reads neither q_pos nor lse, and T is D. Returns 0, or 2 if there
+   is no memory. */
 int minikv_attention_mass(const Tensors *x, const Shape *s) {
     int64_t threads = most_threads(), most = QUERY_BYTES / (4 * s->group * s->size);
     most = most > s->rows ? s->rows : most > TILE ? most : TILE;
