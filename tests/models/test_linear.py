@@ -17,13 +17,13 @@ import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_tensors, write
-from dense import DenseCache
 from pairwise import some_by_day
 from torch import Tensor
 from typed import invoke
 
 import minikv
 import minikv.models as models
+from minikv.cache.attend import DenseAttend
 from minikv.cli.bench import networks as random_models
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
@@ -225,7 +225,7 @@ def stored(folder: Path, spec: Spec) -> tuple[Checkpoint, ModelConfig]:
 
 def logits(net: Llama, count: int = 24) -> Tensor:
     ids = torch.arange(count) % net.config.vocab
-    kv = DenseCache(net.config.layers)
+    kv = DenseAttend(net.config.windows)
     net.forward(ids, kv)
     return net.forward(ids[:1], kv)
 
@@ -296,12 +296,12 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
     else:
         assert torch.equal(made.embedding, plain.embedding)  # type: ignore[arg-type]
     ids = torch.arange(24) * 5
-    states = made.hidden(ids, DenseCache(2))
-    assert torch.equal(states, plain.hidden(ids, DenseCache(2)))
+    states = made.hidden(ids, DenseAttend((None, None)))
+    assert torch.equal(states, plain.hidden(ids, DenseAttend((None, None))))
     assert near(made.logits(states), states, head.dense())
     exact = head.quantised.float() * head.scale.float()[:, None]
     plain.head = Plain(torch.eye(64, dtype=torch.bfloat16))  # its logits: the last token's state
-    one, two = DenseCache(2), DenseCache(2)
+    one, two = DenseAttend((None, None)), DenseAttend((None, None))
     for part in (ids, ids[3:4], ids[7:8]):  # a prompt, and steps
         assert near(made.forward(part, one)[None], plain.forward(part, two)[None], exact)
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from checkpoints import ROPES, Spec, write
-from dense import DenseCache
 from loaded import network_of
 from pairwise import covering, some_by_day
 from torch import Tensor
 
+from minikv.cache.attend import DenseAttend
 from minikv.models.llama import Llama
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ def oracle_logits(oracle: PreTrainedModel, ids: Tensor) -> Tensor:
 def our_logits(network: Llama, ids: Tensor, cuts: list[int], rows: int = 512) -> Tensor:
     """Every token's logits, the prompt fed in forwards of `cuts` tokens, chunks of `rows` rows."""
     network.rows = rows
-    kv = DenseCache(network.config.layers, network.config.windows)
+    kv = DenseAttend(network.config.windows)
     parts = [network.logits(network.hidden(part, kv)) for part in ids.split(cuts)]
     assert kv.position == len(ids)
     return torch.cat(parts)
@@ -154,7 +154,7 @@ def test_logits_equal_transformers(spec: Spec, tmp_path: Path) -> None:
     assert difference(our_logits(network, ids, [TOKENS]), theirs) <= LIMIT
     assert difference(our_logits(network, ids, [17, 1, 22], rows=7), theirs) <= LIMIT
     assert difference(our_logits(network, ids, [TOKENS - 9, *[1] * 9]), theirs) <= LIMIT
-    kv = DenseCache(spec.layers, network.config.windows)
+    kv = DenseAttend(network.config.windows)
     network.rows = 16
     assert difference(network.forward(ids, kv), theirs[-1]) <= LIMIT
 
@@ -204,5 +204,5 @@ def test_forward_leaves_the_last_layers_unneeded_rows_alone(tmp_path: Path) -> N
     for layer in network.layers:
         down = layer.down
         layer.down = lambda x, out=None, down=down: (seen.append(len(x)), down(x, out))[1]
-    network.forward(tokens(67, 20), DenseCache(2))
+    network.forward(tokens(67, 20), DenseAttend((None, None)))
     assert seen == [8, 8, 4, 1]

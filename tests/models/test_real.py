@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import regex
 import torch
-from dense import DenseCache
 from gguf import GGUFReader, quants
 from typer.testing import CliRunner
 
 import minikv
 from minikv import models
+from minikv.cache.attend import DenseAttend
 from minikv.cli.main import app
 from minikv.models.gguf import Gguf
 from minikv.models.stream import byte_level_alphabet
@@ -88,7 +88,7 @@ def logits(path: Path, **settings: Any) -> tuple[list[int], torch.Tensor]:
     """The ids of the question, and our logits after each."""
     loaded = models.load(path, **settings)
     ids, net = loaded.template.opening([Message("user", QUESTION)]), loaded.network
-    found = net.logits(net.hidden(torch.tensor(ids), DenseCache(net.config.layers)))
+    found = net.logits(net.hidden(torch.tensor(ids), DenseAttend(net.config.windows)))
     return ids, found
 
 
