@@ -8,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
-from word_codec import Words
 
 from minikv.cli.eval import metrics, tasks
 from minikv.cli.eval.items import TASKS, Item
@@ -128,8 +127,8 @@ def test_several_questions_about_each_document() -> None:
 def test_a_task_has_as_many_questions_as_its_row_says(name: str) -> None:
     task = CHATS[name]
     assert name in TASKS
-    assert len(list(task.items(Words(), task.least, 1, 5))) == 1, "the shortest document"
-    items = list(task.items(Words(), task.least + 100, task.questions + 1, 5))
+    assert len(list(task.items(Blanks(), task.least, 1, 5))) == 1, "the shortest document"
+    items = list(task.items(Blanks(), task.least + 100, task.questions + 1, 5))
     assert len(items) == 2
     for item in items:
         # The shortest document of followup has fewer facts than questions.
@@ -140,14 +139,14 @@ def test_a_task_has_as_many_questions_as_its_row_says(name: str) -> None:
 
 def test_long_answers_are_of_every_kind_in_turn() -> None:
     """Values of many tokens, told to the letter, of which the document has two of the kind."""
-    items = list(CHATS["long"].items(Words(), 1000, 2 * len(world.LONG), 5))
+    items = list(CHATS["long"].items(Blanks(), 1000, 2 * len(world.LONG), 5))
     assert [i.groups for i in items] == [(kind,) for kind in world.LONG] * 2
     for item in items:
         ((value,),) = item.right
         assert f"{value}." in item.document
-        assert len(Words().encode(value)) <= item.max_tokens
+        assert len(Blanks().encode(value)) <= item.max_tokens
         assert item.metric(value[:-1], (value,)) == 0.0
-    (other,) = CHATS["long"].items(Words(), 1000, 1, 5, TOLD)
+    (other,) = CHATS["long"].items(Blanks(), 1000, 1, 5, TOLD)
     assert other.questions[0].endswith("word for word.")
 
 
@@ -158,21 +157,21 @@ HAY = tasks.Haystack(TEXT)
 
 def test_the_parts_are_the_text() -> None:
     """In order, cut between sentences, each about as long as asked; a short end is left out."""
-    found = tasks.parts(Words(), TEXT, 400)
+    found = tasks.parts(Blanks(), TEXT, 400)
     whole = "".join("".join(part) for part in found)
     assert TEXT.startswith(whole)
-    sizes = [len(Words().encode("".join(part))) for part in found]
+    sizes = [len(Blanks().encode("".join(part))) for part in found]
     assert all(380 <= size <= 400 for size in sizes)
     assert len(TEXT.split()) - 400 < sum(sizes)
-    assert tasks.parts(Words(), "Too short. For that.", 400) == [["Too short.", " For that."]]
-    items = tasks.texts(Words(), TEXT, 400, 3, "x.txt")
+    assert tasks.parts(Blanks(), "Too short. For that.", 400) == [["Too short.", " For that."]]
+    items = tasks.texts(Blanks(), TEXT, 400, 3, "x.txt")
     assert [i.source for i in items] == [f"x.txt, part {n}" for n in (1, 2, 3)]
     assert not any(i.questions or "\n" in i.document for i in items)
 
 
 def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
     """Four of different kinds, the code with five digits; more documents than parts have others."""
-    items = list(tasks.facts(Words(), 400, 20, 5, TOLD, 4, HAY))
+    items = list(tasks.facts(Blanks(), 400, 20, 5, TOLD, 4, HAY))
     assert len({i.document for i in items}) == 20
     for item in items:
         assert item.apart
@@ -185,7 +184,7 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
         for fact in re.findall(r" The (?:access|secret|head|meeting)[^.]*\.", rest):
             rest = rest.replace(fact, "")
         assert rest in TEXT
-    one = list(tasks.facts(Words(), 400, 20, 5, TOLD, 1, HAY))
+    one = list(tasks.facts(Blanks(), 400, 20, 5, TOLD, 1, HAY))
     assert {i.groups for i in one} == {("code",), ("word",), ("name",), ("place",)}
     assert {len(i.questions) for i in one} == {1}
 
