@@ -13,37 +13,16 @@ marker that the user typed from a genuine one, because both have the same ids.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from minikv.models.tokenizer import Tokenizer
 
-_FOLDER = Path(__file__).with_name("templates")
-
-
-@dataclass(frozen=True, slots=True)
-class BuiltIn:
-    """A chat format. file: the name of its Jinja template in models/templates."""
-
-    name: str
-    file: str = ""
-
-    @property
-    def source(self) -> str:
-        """The Jinja template."""
-        return (_FOLDER / f"{self.file or self.name}.jinja").read_text("utf-8")
-
-
-LLAMA_2, LLAMA_3 = BuiltIn("llama-2"), BuiltIn("llama-3")
-MISTRAL_V1, MISTRAL_V3 = BuiltIn("mistral-v1"), BuiltIn("mistral-v3")
-MISTRAL_V7, CHATML = BuiltIn("mistral-v7"), BuiltIn("chatml")
-ZEPHYR, TINYLLAMA = BuiltIn("zephyr"), BuiltIn("tinyllama", "zephyr")
-PLAIN = BuiltIn("plain")
-
+PLAIN = "plain"
+"""The format of a completion, not a chat."""
 _VERSIONS = {
-    "v1": MISTRAL_V1,
-    **dict.fromkeys(("v2", "v3"), MISTRAL_V3),
-    **dict.fromkeys(("v7", "v11", "v13"), MISTRAL_V7),
+    "v1": "mistral-v1",
+    **dict.fromkeys(("v2", "v3"), "mistral-v3"),
+    **dict.fromkeys(("v7", "v11", "v13"), "mistral-v7"),
 }
 """Versions of Mistral's tokenizer. Those in one row differ only in how they format tools."""
 
@@ -52,8 +31,14 @@ _LLAMA_2_INST = [518, 25580, 29962]
 _MISTRAL_V1_INST = [733, 16289, 28793]
 
 
-def recognise(tokenizer: Tokenizer, folder: Path) -> BuiltIn | None:
-    """The chat format of the family with this vocabulary; None if it is not known."""
+def source(format: str) -> str:
+    """The Jinja template of a format."""
+    name = "zephyr" if format == "tinyllama" else format
+    return (Path(__file__).with_name("templates") / f"{name}.jinja").read_text("utf-8")
+
+
+def recognise(tokenizer: Tokenizer, folder: Path) -> str | None:
+    """The name of the chat format of the family with this vocabulary; None if it is not known."""
 
     def has(*control: str) -> bool:
         return all(text in tokenizer.control for text in control)
@@ -61,17 +46,17 @@ def recognise(tokenizer: Tokenizer, folder: Path) -> BuiltIn | None:
     if tokenizer.version in _VERSIONS:
         return _VERSIONS[tokenizer.version]
     if has("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"):
-        return LLAMA_3
+        return "llama-3"
     if has("<|im_start|>", "<|im_end|>"):
-        return CHATML
+        return "chatml"
     if has("<s>", "</s>", "[INST]", "[/INST]"):
-        return MISTRAL_V7 if has("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]") else MISTRAL_V3
+        return "mistral-v7" if has("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]") else "mistral-v3"
     if not has("<s>", "</s>"):
         return None
     name = str(folder).lower()
     inst = tokenizer.encode("[INST]")
     if inst == _LLAMA_2_INST:
-        return TINYLLAMA if "tinyllama" in name else LLAMA_2
+        return "tinyllama" if "tinyllama" in name else "llama-2"
     if inst == _MISTRAL_V1_INST:
-        return ZEPHYR if "zephyr" in name else MISTRAL_V1
+        return "zephyr" if "zephyr" in name else "mistral-v1"
     return None

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from minikv.models.builtin_templates import PLAIN, BuiltIn, recognise
+from minikv.models.builtin_templates import PLAIN, recognise, source
 from minikv.models.errors import CorruptModel, UnsupportedModel
 from minikv.models.files import read_bytes, read_json
 from minikv.models.rendering import SOURCE_LIMIT, TemplateRefusal, render
@@ -104,16 +104,16 @@ class ChatTemplate:
             note = f"{why}, and no known vocabulary: plain completion, not a chat"
             return cls.built_in(PLAIN, tokenizer, note)
         note = (
-            f"{why}: using the built-in {found.name} format, which its "
+            f"{why}: using the built-in {found} format, which its "
             "vocabulary points to; a model without chat training will not follow it"
         )
         return cls.built_in(found, tokenizer, note)
 
     @classmethod
-    def built_in(cls, format: BuiltIn, tokenizer: Tokenizer, *notes: str) -> ChatTemplate:
+    def built_in(cls, format: str, tokenizer: Tokenizer, *notes: str) -> ChatTemplate:
         """The template of a built-in format. notes: messages for the user."""
-        name = "plain" if format is PLAIN else f"built-in {format.name}"
-        return cls(format.source, name, tokenizer, notes=notes)
+        name = PLAIN if format == PLAIN else f"built-in {format}"
+        return cls(source(format), name, tokenizer, notes=notes)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -20,32 +20,22 @@ import pytest
 import tokenizers
 import vocabularies as v
 
-from minikv.models.builtin_templates import (
-    CHATML,
-    LLAMA_2,
-    LLAMA_3,
-    MISTRAL_V1,
-    MISTRAL_V3,
-    MISTRAL_V7,
-    ZEPHYR,
-    BuiltIn,
-)
 from minikv.models.errors import UnsupportedModel
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 
 CHATS, MANY = 5_000, 50_000  # by day a part, and all at night
-SOURCES: dict[str, tuple[BuiltIn, str | Callable[..., dict[str, Any]], *tuple[Any, ...]]] = {
-    "llama-3": (LLAMA_3, v.byte_level_json),
-    "chatml": (CHATML, v.byte_level_json, v.CHATML),
-    "mistral-v3 pieces": (MISTRAL_V3, "v3"),
-    "mistral-v3 first": (MISTRAL_V3, v.first_json, "v3"),
-    "mistral-v3 every": (MISTRAL_V3, v.legacy_json, "v3"),
-    "mistral-v3 tekken": (MISTRAL_V3, v.tekken),
-    "mistral-v7": (MISTRAL_V7, "v7"),
-    "mistral-v1": (MISTRAL_V1, "v1"),
-    "llama-2": (LLAMA_2, v.legacy_json, "v1"),
-    "zephyr": (ZEPHYR, "v1"),
+SOURCES: dict[str, tuple[str, str | Callable[..., dict[str, Any]], *tuple[Any, ...]]] = {
+    "llama-3": ("llama-3", v.byte_level_json),
+    "chatml": ("chatml", v.byte_level_json, v.CHATML),
+    "mistral-v3 pieces": ("mistral-v3", "v3"),
+    "mistral-v3 first": ("mistral-v3", v.first_json, "v3"),
+    "mistral-v3 every": ("mistral-v3", v.legacy_json, "v3"),
+    "mistral-v3 tekken": ("mistral-v3", v.tekken),
+    "mistral-v7": ("mistral-v7", "v7"),
+    "mistral-v1": ("mistral-v1", "v1"),
+    "llama-2": ("llama-2", v.legacy_json, "v1"),
+    "zephyr": ("zephyr", "v1"),
 }
 
 

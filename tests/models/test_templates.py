@@ -27,17 +27,7 @@ from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from pairwise import some_by_day
 
 from minikv.models import rendering, templates
-from minikv.models.builtin_templates import (
-    CHATML,
-    LLAMA_2,
-    LLAMA_3,
-    MISTRAL_V1,
-    MISTRAL_V3,
-    MISTRAL_V7,
-    PLAIN,
-    ZEPHYR,
-    BuiltIn,
-)
+from minikv.models.builtin_templates import source
 from minikv.models.errors import CorruptModel, UnsupportedModel
 from minikv.models.rendering import (
     TemplateRefusal,
@@ -180,10 +170,10 @@ def test_built_in_ids_are_the_vendors(
 
 
 @pytest.mark.parametrize(
-    ("version", "format"), [("v3", MISTRAL_V3), ("v1", MISTRAL_V1), ("v1", LLAMA_2)]
+    ("version", "format"), [("v3", "mistral-v3"), ("v1", "mistral-v1"), ("v1", "llama-2")]
 )
 def test_built_in_formats_agree_over_vocabulary_layouts(
-    version: str, format: BuiltIn, part: float
+    version: str, format: str, part: float
 ) -> None:
     pieces = ChatTemplate.built_in(format, loaded.tokenizer(version))
     rng = random.Random(23)
@@ -191,7 +181,7 @@ def test_built_in_formats_agree_over_vocabulary_layouts(
         words = ChatTemplate.built_in(format, loaded.tokenizer(make, version))
         for _ in range(round(200 * part)):
             chat = random_chat(rng, strip=True)
-            assert words.opening(chat) == pieces.opening(chat), (format.name, chat)
+            assert words.opening(chat) == pieces.opening(chat), (format, chat)
 
 
 def follows(tokenizer: Tokenizer, template: ChatTemplate, chat: list[Message]) -> None:
@@ -217,21 +207,19 @@ def test_following_continues_the_opening(case: str, part: float) -> None:
             follows(tokenizer, template, chat)
 
 
-@pytest.mark.parametrize(
-    "format", [LLAMA_2, LLAMA_3, MISTRAL_V1, MISTRAL_V3, MISTRAL_V7, CHATML, ZEPHYR, PLAIN]
-)
-def test_following_with_built_in_formats(format: BuiltIn, part: float) -> None:
-    control = {MISTRAL_V3.name: "v3", MISTRAL_V7.name: "v7"}
-    if format is LLAMA_3:
+@pytest.mark.parametrize("format", v.FORMATS)
+def test_following_with_built_in_formats(format: str, part: float) -> None:
+    control = {"mistral-v3": "v3", "mistral-v7": "v7"}
+    if format == "llama-3":
         tokenizer = loaded.tokenizer(v.byte_level_json, v.LLAMA_3, **L3)
-    elif format is CHATML:
+    elif format == "chatml":
         tokenizer = loaded.tokenizer(v.byte_level_json, v.CHATML, **CHATML_ENDS)
     else:
-        tokenizer = loaded.tokenizer(control.get(format.name, "v1"))
+        tokenizer = loaded.tokenizer(control.get(format, "v1"))
     template = ChatTemplate.built_in(format, tokenizer)
     rng = random.Random(25)
     for _ in range(round(400 * part)):
-        chat = random_chat(rng, system=format is not MISTRAL_V3, strip=True)
+        chat = random_chat(rng, system=format != "mistral-v3", strip=True)
         if len(chat) > 2:
             follows(tokenizer, template, chat)
 
@@ -641,22 +629,22 @@ def test_built_in_formats_as_text() -> None:
     chat = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": content} for role, content in chat]
     written = {
-        LLAMA_2: "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]",
-        LLAMA_3: "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
+        "llama-2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]",
+        "llama-3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\na<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\nb<|eot_id|>"
         "<|start_header_id|>user<|end_header_id|>\n\nc<|eot_id|>"
         "<|start_header_id|>assistant<|end_header_id|>\n\n",
-        CHATML: "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
+        "chatml": "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\na<|im_end|>\n"
         "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
         "<|im_start|>assistant\n",
-        ZEPHYR: "<|system|>\nS</s>\n<|user|>\na</s>\n<|assistant|>\nb</s>\n<|user|>\nc</s>\n"
+        "zephyr": "<|system|>\nS</s>\n<|user|>\na</s>\n<|assistant|>\nb</s>\n<|user|>\nc</s>\n"
         "<|assistant|>\n",
-        PLAIN: "<s>S\n\na\nb\n\nc\n",
+        "plain": "<s>S\n\na\nb\n\nc\n",
     }
     for format, text in written.items():
         variables = {"messages": messages, "add_generation_prompt": True, "gap": "", "start": "<s>"}
-        assert render(format.source, format.name, variables) == text
+        assert render(source(format), format, variables) == text
 
 
 # The sandbox.

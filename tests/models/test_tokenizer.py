@@ -22,7 +22,6 @@ from pairwise import some_by_day
 
 from minikv import models
 from minikv.models import split_patterns, vocabulary
-from minikv.models.builtin_templates import PLAIN
 from minikv.models.errors import CorruptModel, ModelUnavailable, UnsupportedModel
 from minikv.models.templates import ChatTemplate
 from minikv.models.tokenizer import Tokenizer, well_formed
@@ -477,7 +476,7 @@ def test_what_is_encoded_is_decoded_or_said_to_be_lost(
     assert tokenizer.notes == ((LOSSY + lost,) if lost else ())
     text = 'two  words\n\u00e9\t\u4e2d \U0001f600 QZ 1998 "q" snake_case \u201cso\u2026\u201d'
     if lost:
-        template = ChatTemplate.built_in(PLAIN, tokenizer)
+        template = ChatTemplate.built_in("plain", tokenizer)
         assert template.lost(text) == tokenizer.lost(text) > 0
         assert tokenizer.lost("ab") == 0
     else:

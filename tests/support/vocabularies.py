@@ -48,6 +48,9 @@ LLAMA_3 = tuple(
 )
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
+FORMATS = "llama-2 llama-3 mistral-v1 mistral-v3 mistral-v7 chatml zephyr plain".split()
+"""Names of built-in chat formats."""
+
 
 KEPT = Path(__file__).parents[2] / "build" / "vocabularies"
 
