@@ -22,6 +22,7 @@ from minikv.cache.snapshot import CacheSnapshot, Outcome, State
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import NumericsError, UsageError
 from minikv.kernels.dispatch import Kernels
+from minikv.models.stream import TextStream
 
 BOS, END, USER, ASSISTANT, SYSTEM = range(256, 261)
 VOCAB = 261
@@ -29,26 +30,11 @@ PADDED = 272  # rows of the logits, the last ones without a token
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM}
 
 
-class ByteStream:
+class ByteStream(TextStream):
+    """A token per byte."""
+
     def __init__(self) -> None:
-        self.held = b""
-
-    def push(self, token: int) -> str:
-        self.held += bytes([token]) if token < 256 else b""
-        try:
-            text = self.held.decode()
-        except UnicodeDecodeError as error:
-            if error.reason != "unexpected end of data":
-                text, self.held = self.held.decode("utf-8", "replace"), b""
-                return text
-            text, self.held = self.held[: error.start].decode(), self.held[error.start :]
-            return text
-        self.held = b""
-        return text
-
-    def flush(self) -> str:
-        text, self.held = self.held.decode("utf-8", "replace"), b""
-        return text
+        super().__init__([bytes([byte]) for byte in range(256)])
 
 
 class ByteTokenizer:
