@@ -210,16 +210,6 @@ def test_a_damaged_file_is_one_line_and_made_anew(where: str, folder: Path) -> N
     assert load(folder)[1] == 0
 
 
-def test_a_file_that_others_may_write_to_is_not_read(folder: Path) -> None:
-    load(folder)
-    (path,) = files()
-    path.chmod(0o620)
-    watcher = Watcher()
-    assert load(folder, watcher=watcher)[1] > 0
-    assert "others may write to it" in watcher.lines[0]
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_what_is_intact_before_the_damage_is_not_packed_again(folder: Path) -> None:
     _, packs = load(folder)
     (path,) = files()
@@ -380,17 +370,31 @@ def test_a_model_that_cannot_be_read_is_not_called_damaged(
     assert "model.safetensors" in line
 
 
-def test_a_pipe_of_a_fitting_name_is_not_waited_for(folder: Path) -> None:
-    want, _ = load(folder)
-    (path,) = files()
+def a_pipe(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (a_pipe, "is not a regular file"),
+        (lambda path: path.chmod(0o620), "others may write to it"),
+    ],
+)
+def test_a_file_that_is_not_trusted_is_replaced(
+    change: Callable[[Path], None], said: str, folder: Path
+) -> None:
+    want, _ = load(folder)
+    (path,) = files()
+    change(path)
     watcher = Watcher()
     got, packs = load(folder, watcher=watcher)
     assert packs > 0
     assert same(want, got)
-    assert "is not a regular file" in watcher.lines[0]
-    assert load(folder)[1] == 0  # a file is in its place
+    assert said in watcher.lines[0]
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load(folder)[1] == 0
 
 
 def test_a_directory_is_known_by_its_path_and_a_model_of_the_hub_by_its_name(

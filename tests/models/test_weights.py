@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_json, edit_tensors, write
+from faults import Fault
 from loaded import network_of, refused
 from pairwise import some_by_day
 from safetensors.torch import load_file, save_file
@@ -28,7 +30,6 @@ from minikv.models import checkpoint as checkpoint_module
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
-from minikv.models.files import open_regular
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
@@ -721,34 +722,20 @@ def test_a_disk_that_fails_while_weights_are_read_is_one_line(
     """At every read that there is, and in a folder that cannot be listed."""
     write(Spec(layout="sharded"), tmp_path)
     config = ModelConfig.from_folder(tmp_path)
-    real, reads, allowed = open_regular, 0, 1 << 30
+    fault = Fault("read", 1 << 30)
 
-    class Broken:
-        def __init__(self, file: Any) -> None:
-            self.file = file
-
-        def readinto(self, into: memoryview) -> Any:
-            nonlocal reads
-            reads += 1
-            if reads > allowed:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return self.file.readinto(into)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.file, name)
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            self.file.close()
+    class Broken(io.FileIO):
+        def readinto(self, into: Any) -> int:
+            fault.hit()
+            return super().readinto(into)
 
     for module in (weights, checkpoint):
-        monkeypatch.setattr(module, "open_regular", lambda path: Broken(real(path)))
+        monkeypatch.setattr(module, "open_regular", Broken)
     load_network(Checkpoint.open(tmp_path), config)
+    reads = fault.count
     assert reads > 30
-    for most in range(reads):
-        reads, allowed = 0, most
+    for at in range(1, reads + 1):
+        fault = Fault("read", at)
         with pytest.raises(ModelError, match="cannot be read: Input/output error") as caught:
             load_network(Checkpoint.open(tmp_path), config)
         assert caught.value.exit_code == 3
