@@ -13,21 +13,7 @@ from types import ModuleType
 import pytest
 import tensors
 import torch
-from tensors import untouched
 from torch import Tensor
-
-__all__ = [
-    "DEVICE",
-    "INTERPRETED",
-    "close",
-    "draw",
-    "guarded",
-    "interpret",
-    "kernel",
-    "on_device",
-    "randoms",
-    "untouched",
-]
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

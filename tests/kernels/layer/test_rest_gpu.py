@@ -15,8 +15,9 @@ import pytest
 import rest_twin
 import torch
 from pairwise import pairwise
+from tensors import untouched
 from torch import Tensor
-from triton_device import draw, guarded, kernel, on_device, untouched
+from triton_device import draw, guarded, kernel, on_device
 
 from minikv.kernels.product.matrix import Matrix
 from minikv.models.linear import Plain, as_read, kept
