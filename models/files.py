@@ -239,11 +239,6 @@ _STAND_INS = (
         "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
     ),
     (
-        re.compile(rb"(/|(\.\./)*\.git/)annex/objects/|outs:\s+- md5:"),
-        "is a git-annex or DVC pointer, not the file itself",
-        "run `git annex get` or `dvc pull` there, or `hf download NAME`",
-    ),
-    (
         re.compile(
             rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
             re.IGNORECASE | re.DOTALL,
@@ -279,9 +274,7 @@ def refuse_text(data: bytes, name: str) -> None:
 def _beginning(data: bytes) -> str:
     """The first bytes of a file as text, without a character that is cut off at their end. Invalid
     bytes become surrogates."""
-    wide = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    encoding, errors = ("utf-16", "replace") if wide else ("utf-8-sig", "surrogateescape")
-    return codecs.getincrementaldecoder(encoding)(errors).decode(data)
+    return codecs.getincrementaldecoder("utf-8-sig")("surrogateescape").decode(data)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -103,10 +103,6 @@ STAND_INS = [
     (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "a web page"),
     (b"<Error><Code>AccessDenied</Code></Error>", "a web page"),
     (b"<head><title>404</title></head>", "a web page"),
-    ("<!DOCTYPE html><html>".encode("utf-16"), "a web page"),
-    (b"/annex/objects/SHA256E-s1--4d4d\n", "a git-annex or DVC pointer"),
-    (b"../.git/annex/objects/Xx/yY/SHA256E-s1--4d4d", "a git-annex or DVC pointer"),
-    (b"outs:\n- md5: 4d4d\n  size: 1\n", "a git-annex or DVC pointer"),
 ]
 
 
@@ -130,7 +126,6 @@ def test_what_a_download_left_in_place_of_a_file(
         (b"Entry not found", "'Entry not found'"),
         (b"404\n", "'404'"),
         (b'{"error": "Repository not found"}', "Repository not found"),
-        ("Zugriff verweigert: 401 ".encode("utf-16") + b"\n", "'Zugriff verweigert: 401'"),
         (b"\xef\xbb\xbf" + "é".encode() * 600, r"\xe9"),  # a character is cut in two
         (b"Access to it is restricted.\r\n" * 99, "restricted. Access to it is restricted. Acce'"),
         (b"Latin-1: \xe9 and more", ""),
