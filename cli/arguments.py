@@ -1,6 +1,5 @@
-"""The commands whose flags are many and whose modules are slow to import: `ask`, `chat`, `demo`,
-`serve`, `eval` and `bench`. The docstring of each is its help. The other commands have theirs
-beside them.
+"""The commands whose flags are many and whose modules are slow to import: `ask`, `chat`, `serve`,
+`eval` and `bench`. The docstring of each is its help. The other commands have theirs beside them.
 
 `main` imports this only when one of them is typed, and a command imports what it runs only when it
 runs.
@@ -57,7 +56,7 @@ def chat(
     call: Call,
     settings: Settings,
     generation: Generation,
-    interface: Annotated[Interface, Only("encoding_errors chats_limit thoughts quiet plain debug")],
+    interface: Annotated[Interface, Only("thoughts quiet plain debug")],
     asked: Talk,
 ) -> None:
     """minikv chat report.txt --budget 256
@@ -71,18 +70,6 @@ def chat(
     from minikv.cli.chat.command import chat as run
 
     run(asked, settings, generation, interface, call)
-
-
-@alone
-def demo(call: Call, interface: Annotated[Interface, Only("plain debug")]) -> None:
-    """minikv demo
-
-    Four questions about the bundled document: which tokens are kept, what that saves, a follow-up
-    that goes wrong, and what to do about it. It needs no files. Enter continues, q leaves.
-    """
-    from minikv.cli.chat.demo import demo as run
-
-    run(call.terminal, debug=interface.debug)
 
 
 @alone

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from minikv.cli.settings import values
+from minikv.cli.settings import flags
 from minikv.cli.settings.config import SAVED
 from minikv.cli.settings.flags import flag, json_flag
 from minikv.settings import ADVANCED, CACHE, OUTPUT
@@ -46,7 +46,7 @@ class Question:
             "ask in this saved chat, and save question and answer there",
             SAVED,
             metavar="NAME",
-            autocompletion=values.saved,
+            autocompletion=flags.saved,
         ),
     ] = None
     as_json: Annotated[
@@ -75,7 +75,7 @@ class Talk:
             "--resume",
             "continue a saved chat; without NAME, the last one",
             metavar="[NAME]",
-            autocompletion=values.saved,
+            autocompletion=flags.saved,
         ),
     ] = None
     reread: Annotated[
@@ -105,7 +105,7 @@ class Evaluation:
         flag(
             "--tasks",
             "comma-separated; default: facts; with FILEs their answers, or the ppl of texts",
-            autocompletion=values.tasks,
+            autocompletion=flags.tasks,
         ),
     ] = ""
     length: Annotated[
@@ -152,7 +152,7 @@ class Bench:
     question: Annotated[
         Literal["decode", "prefill", "all"],
         typer.Argument(
-            metavar="[decode|prefill|all]",
+            metavar="decode|prefill|all",
             help="decode: the time of a step after a prompt; prefill: the time to read a prompt",
         ),
     ] = "all"

@@ -26,10 +26,8 @@ import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.screen.terminal import OutputError
-from minikv.cli.screen.text import folded
-from minikv.cli.settings.config import Interface
+from minikv.cli.settings.config import Interface, worded
 from minikv.cli.settings.flags import Call, Only, alone, json_flag
-from minikv.cli.settings.values import worded
 from minikv.models import refuse_without_torch
 from minikv.policies import prompt_names, step_names
 from minikv.settings import Settings
@@ -96,7 +94,7 @@ def doctor(
         for check in found if isinstance(found, list) else [found]:
             made.append((name, check))
             if not as_json:
-                terminal.data(line(name, check, shutil.get_terminal_size().columns))
+                terminal.data(line(name, check), fold=True)
     bad = any(check.state == FAILED for _, check in made)
     if as_json:
         checks = [{"name": name, **asdict(check)} for name, check in made]
@@ -105,13 +103,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-def line(name: str, check: Check, width: int) -> str:
-    """A check as text, broken between words; the hint has its own line."""
-    margin, width = " " * 9, max(width, 30)
-    lines = folded(f"{check.state:<8} {name:<9} {check.detail}", width, margin, whole=True)
-    if check.hint:
-        lines += folded(margin + check.hint, width, margin, whole=True)
-    return "\n".join(lines)
+def line(name: str, check: Check) -> str:
+    """A check as text; the hint has its own line."""
+    hint = f"\n{'':9}{check.hint}" if check.hint else ""
+    return f"{check.state:<8} {name:<9} {check.detail}{hint}"
 
 
 # -- the machine ----------------------------------------------------------------------------

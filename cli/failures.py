@@ -23,8 +23,9 @@ import typer
 from minikv.cli.screen.keyboard import handled
 from minikv.cli.screen.terminal import OutputError, Terminal, hush
 from minikv.cli.screen.text import clean
-from minikv.cli.settings.values import worded
+from minikv.cli.settings.config import worded
 from minikv.errors import Interrupted, MinikvError
+from minikv.models.errors import ModelError
 
 TWICE = 2.0
 """Seconds within which a second Ctrl-C exits at once."""
@@ -127,7 +128,7 @@ class Failure:
 
 def explain(error: Exception, *, chat: bool = False) -> Failure:
     """The line, hint and exit code for any exception. chat: as `worded`."""
-    if isinstance(error, MinikvError):
+    if isinstance(error, MinikvError | ModelError):
         return Failure(_line(error, chat), worded(error.hint, chat=chat), error.exit_code)
     if isinstance(error, OutputError):
         return Failure(_line(error), "", 1)
@@ -141,11 +142,6 @@ def explain(error: Exception, *, chat: bool = False) -> Failure:
             ),
             4,
         )
-    # Late: this package imports torch, which an error before the model is loaded does not need.
-    from minikv.models.errors import ModelError
-
-    if isinstance(error, ModelError):
-        return Failure(_line(error, chat), worded(error.hint, chat=chat), error.exit_code)
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {clean(str(error.filename))}" if error.filename is not None else ""
         return Failure(

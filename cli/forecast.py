@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
-from minikv.cli.settings.values import worded
+from minikv.cli.settings.config import worded
 from minikv.errors import ContextError, UsageError
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings, settings_of

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from typing import Annotated
@@ -61,7 +62,6 @@ _COMMANDS = (
     ("ask", "arguments:ask", None, "one question, one answer; made for pipes"),
     ("chat", "arguments:chat", None, "questions and answers over documents, on a terminal"),
     ("serve", "arguments:serve", None, "answers for other programs, as OpenAI's API does"),
-    ("demo", "arguments:demo", None, "a guided chat of two minutes, with the bundled model"),
     (
         "eval",
         "arguments:evaluate",
@@ -74,10 +74,11 @@ _COMMANDS = (
     ("bench", "arguments:bench", _MORE, "speed of steps and prompts, compared with other systems"),
     ("config", "settings.command:config", _MORE, "settings from files and MINIKV_* variables"),
     ("models", "models_command:models", None, "list, download and remove models"),
-    ("chats", "saved.chats:chats", None, "list, show and remove saved chats"),
-    ("cache", "cache_command:cache", _MORE, "prompts that were read and need not be read again"),
+    ("chats", "saved.commands:chats", None, "list, show and remove saved chats"),
+    ("cache", "saved.commands:cache", _MORE, "prompts that were read and need not be read again"),
 )
 _GONE = {
+    "demo": "minikv chat {sample} --budget 256",
     "report": "minikv chat --resume NAME, then /export report.html",
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
     "config path": "`minikv config show` says which file each value comes from",
@@ -141,7 +142,8 @@ def _told(message: str) -> str:
     )
     if unknown is None:
         return message
-    from minikv.cli.settings.values import worded
+    from minikv.cli.settings.config import worded
+    from minikv.models import BUNDLED
     from minikv.settings import GONE
 
     name, command = unknown[1], sys.argv[1]
@@ -149,7 +151,10 @@ def _told(message: str) -> str:
     words = GONE.get(name.removeprefix("--").replace("-", "_")) if name[:2] == "--" else None
     words = words or _GONE.get(f"{below} {name}")
     words = words or _GONE.get(name if name == command else f"{command} {name}")
-    return f"{name} is gone: {worded(words)}" if words else message
+    if not words:
+        return message
+    sample = shlex.quote(str(BUNDLED / "sample.txt"))
+    return f"{name} is gone: {worded(words).replace('{sample}', sample)}"
 
 
 def _exit_if_threads_remain(code: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from minikv.chat.eviction_config import EvictionConfig, stated
 from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.settings.values import read_count, read_list
+from minikv.cli.settings.flags import read_count, read_list
 from minikv.errors import UsageError
 
 STDOUT = "-"

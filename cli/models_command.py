@@ -111,7 +111,7 @@ def pull(
 @models.command("rm")
 @command
 def remove(
-    call: Call, names: Annotated[list[str], typer.Argument(metavar="NAME...")], yes: Yes = False
+    call: Call, names: Annotated[list[str], typer.Argument(metavar="NAME")], yes: Yes = False
 ) -> None:
     """Remove models from the Hugging Face cache, and their packed weights. For a model in your own
     folder, only the packed weights."""

@@ -1,5 +1,5 @@
 """Where a user's files are: under $MINIKV_HOME, else in the XDG directories. How they are opened
-and written: for the user alone, and no link is followed.
+and written: for the user alone, and no link is followed. How much JSON is parsed.
 
 They are used on macOS too, because minikv has always kept its files there.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -94,3 +95,33 @@ def write(folder: Path, name: str, data: bytes, mode: int = 0o600) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+# -- the size of JSON -----------------------------------------------------------------------------
+
+CONTAINERS, ITEMS = 1_000_000, 5_000_000
+"""The most lists and objects, and the most commas, of one file, outside texts. An object takes
+64 bytes or more, a number 8 to 40."""
+
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A text, or the rest of the file after a quotation mark without a second one. Otherwise each
+escaped mark in the rest would be tried as a beginning, which is quadratic."""
+_PIECE = re.compile(rb'(?:[^"]*+' + _TEXT.pattern + rb"){1,1000}+|[^\"]++", re.DOTALL)
+"""Up to 1,000 texts with the characters before them, or the rest, so that little is copied at
+once."""
+
+
+def refuse_many(data: bytes) -> None:
+    """Raise ValueError if a JSON file has more lists, objects or items than any real one."""
+    containers, items = data.count(b"{") + data.count(b"["), data.count(b",")
+    if containers <= CONTAINERS and items <= ITEMS:
+        return
+    containers = items = 0
+    for piece in _PIECE.finditer(data):  # perhaps they are in texts
+        bare = _TEXT.sub(b"", piece[0])
+        containers += bare.count(b"{") + bare.count(b"[")
+        items += bare.count(b",")
+        if containers > CONTAINERS or items > ITEMS:
+            raise ValueError(
+                f"more than {CONTAINERS:,} lists and objects, or {ITEMS:,} items, are too many"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Annotated
@@ -13,10 +12,9 @@ from minikv.cache.budget import Budget
 from minikv.chat.report import amount, size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Planner, Suggestion
-from minikv.cli.screen.text import clean, folded
-from minikv.cli.settings.config import Interface
-from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of
-from minikv.cli.settings.values import read_count, worded
+from minikv.cli.screen.text import clean
+from minikv.cli.settings.config import Interface, worded
+from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of, read_count
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import DEFAULT_PROMPT
@@ -36,8 +34,6 @@ _OVERVIEW = (("full", 0), (DEFAULT_PROMPT, 0), ("roco", 32))
 
 _LENGTHS = (4000, 16_000)
 """The lengths of a plan without --tokens, in addition to the model's whole context."""
-
-_NARROW = 74  # on a narrower screen, a row of the table becomes a sentence
 
 
 @alone
@@ -108,45 +104,33 @@ def plan(
         return
     for note in made[0].notes:
         call.terminal.warn(worded(note))
-    call.terminal.data(
-        shown(
-            made,
-            [hint for hint in found if hint],
-            shutil.get_terminal_size().columns,
-            whole=not tokens,
-        )
-    )
+    text = shown(made, [hint for hint in found if hint], whole=not tokens)
+    call.terminal.data(text, fold=True)
 
 
 # -- text -----------------------------------------------------------------------------------
 
 
-def shown(
-    made: Sequence[Forecast], suggestions: Sequence[Suggestion], width: int, *, whole: bool
-) -> str:
-    """The forecasts of one model as text, in lines of at most `width` characters if the words allow
-    it. whole: the last one is for all that the model can read."""
-    one, several, width = made[0], len(made) > 1, max(width, 20)
-    lines = []
-    for name, text in _facts(made, whole=whole):
-        lines += folded(f"{name:<9}{text}", width, " " * 9, whole=True)
+def shown(made: Sequence[Forecast], suggestions: Sequence[Suggestion], *, whole: bool) -> str:
+    """The forecasts of one model as text. whole: the last one is for all that the model can
+    read."""
+    one, several = made[0], len(made) > 1
+    lines = [f"{name:<10}{text}" for name, text in _facts(made, whole=whole)]
     for each in made:
         lines.append("")
         if several:
             every = " (the whole context)" if whole and each is made[-1] else ""
             lines.append(f"{amount(each.tokens, 'token')}{every}")
-        lines += _table(each, width)
+        lines += _table(each)
     least, most = size(one.workspace), size(made[-1].workspace)
     space = f"about {least}" if least == most else f"about {least} to {most}"
     foot = (
         "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
         f"is written. NEEDS: with the weights and {space} of work space."
     )
-    lines += ["", *folded(foot, min(width, 80), whole=True)]
+    lines += ["", foot]
     if suggestions:
-        lines.append("")
-    for hint in suggestions:
-        lines += folded(_advice(hint, one.model), width, "  ", whole=True)
+        lines += ["", *(_advice(hint, one.model) for hint in suggestions)]
     return "\n".join(lines)
 
 
@@ -209,26 +193,19 @@ def _advice(hint: Suggestion, model: str) -> str:
     return f"{amount(hint.tokens, 'token')}: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
-def _table(made: Forecast, width: int) -> list[str]:
-    """A line for each policy, or a sentence if columns do not fit."""
+def _table(made: Forecast) -> list[str]:
+    """A line for each policy."""
     # If --budget auto evicts nothing, every policy is like full.
     rows = [row for row in made.rows if row.error or row.rows or row.policy == "full"]
     rows = rows or list(made.rows[:1])
     wide = max([len("POLICY"), *(len(row.label) for row in rows)])
-    narrow = width < _NARROW
     lines = [f"{'POLICY':<{wide}}  {'KV READING':>11}  {'KV WRITING':>11}  {'NEEDS':>11}  FITS"]
-    lines = [] if narrow else lines
     for row in rows:
         known = "unknown" if row.fits is None else "yes" if row.fits else "no"
         fits = known if made.suffices else "no, context"
         reading, writing, needs = size(row.reading), size(row.writing), size(row.needs)
         if row.error:
-            lines += folded(
-                f"{row.label}: {row.error}", width, "  " if narrow else "    ", whole=True
-            )
-        elif narrow:
-            text = f"KV reading {reading}, writing {writing}; needs {needs}, fits: {fits}"
-            lines += folded(f"{row.label}: {text}", width, "  ", whole=True)
+            lines.append(f"{row.label}: {row.error}")
         else:
             lines.append(f"{row.label:<{wide}}  {reading:>11}  {writing:>11}  {needs:>11}  {fits}")
     return lines

@@ -10,8 +10,7 @@ import typer
 
 from minikv.checks import guess, quoted
 from minikv.cli.screen.text import grid
-from minikv.cli.settings.flags import Call, command, group
-from minikv.cli.settings.values import text
+from minikv.cli.settings.flags import Call, command, group, text
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import Option, find, part_names, prompt_names, registry, step_names

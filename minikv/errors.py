@@ -2,9 +2,9 @@
 
 The message says in one line what happened and why. `hint` says what to do; Python shows it below
 the message (as a note). Remedies are Python code in backquotes: `dtype="float32"`, `chat.reset()`.
-The command line replaces them with its own flags and commands (`minikv.cli.settings.values`). The
-models package has its own errors with `exit_code` and `hint` (`minikv.models.errors`), because it
-may not import from here.
+The command line replaces them with its own flags and commands (`worded` in
+`minikv.cli.settings.config`). The models package has its own errors with `exit_code` and `hint`
+(`minikv.models.errors`), because it may not import from here.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def test_light_commands_load_no_torch() -> None:
 
 
 def test_flags_are_imported_only_when_a_command_is_typed() -> None:
-    for typed in ("", "demo", "ask"):
+    for typed in ("", "ask"):
         loaded = loaded_after(f"{_GO}go(*'{typed} --help'.split())")
         imported = {"minikv.cli.arguments", "minikv.settings"} & loaded
         assert len(imported) == (2 if typed else 0)

@@ -11,14 +11,13 @@ import re
 import shlex
 import sys
 import termios
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 import typer
 
 from minikv.chat.report import amount, percent_saved
-from minikv.checks import guess
 from minikv.cli.asked import Question
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.turn import figures, open_chat, run_turn, thoughts_of, warn_of_toy
@@ -42,51 +41,32 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 
-_WORDS = 3  # an unquoted question has at least this many; of two, one may be a mistyped file
 _PATH = re.compile(r"[/\\~]|\.\w{1,8}$")
 
 
 def sorted_out(question: str, files: Sequence[str]) -> tuple[str, list[str], str]:
-    """The question, the files, and, if the question was not the first word alone, a line that says
-    how they were read. Raises UsageError."""
+    """The question, the files, and, if the question was not the first word, a line that says how
+    they were read. Raises UsageError."""
     words = [question, *files]
     if question == "-" or (not _named(question) and all(map(_named, files))):
         return question, list(files), ""
-    if _file(question):
-        asked = [word for word in words if not _file(word)]
-        named = [word for word in words if _file(word)]
-    else:
-        end = len(words)
-        while _file(words[end - 1]):
-            end -= 1
-        asked, named = words[:end], words[end:]
+    named = [word for word in words if _file(word)]
+    asked = [word for word in words if not _file(word)]
     if not asked:
         raise UsageError(
             "there is no question: every word names a file",
             f"{_line('QUESTION', named)}; to ask a question that is the name of a file, use "
             "`minikv ask -`",
         )
-    unquoted = len(asked) >= _WORDS and not any(_file(word) or " " in word for word in asked)
-    if _file(question):
-        first = unquoted and words[: len(named)] == named
-        plain = (len(asked) == 1 or first) and all(map(_named, named))
-    else:
-        plain = unquoted and bool(named) and all(_named(word) and _like(word) for word in named)
-        if len(asked) == 2 == len(words) and " " not in "".join(asked):
-            raise UsageError(
-                f"no such file: {clean(asked[1])}",
-                f"{guess(asked[1], os.listdir())}a question of two words is quoted: "
-                f"{_line(' '.join(asked), ())}",
-            )
-        if not plain and (" " in question or len(asked) == 1):
-            return question, list(files), ""  # a file that is not there is said when it is read
-    if not plain:
-        raise UsageError(
-            "it is not clear which words are the question",
-            f"the question goes first, in quotes: {_line(' '.join(asked), named)}",
-        )
-    question = " ".join(asked)
-    return question, named, f"read as {_line(question, named)}"
+    if len(asked) == 1:
+        note = f"read as {_line(asked[0], named)}" if _file(question) else ""
+        return asked[0], named, note
+    if " " in question:
+        return question, list(files), ""  # a file that is not there is said when it is read
+    raise UsageError(
+        f"{clean(', '.join(asked[:-1]))} and {clean(asked[-1])} name no file",
+        f"if they are the question, put it in quotes: {_line(' '.join(asked), named)}",
+    )
 
 
 def _named(word: str) -> bool:
@@ -100,19 +80,9 @@ def _named(word: str) -> bool:
         return False
 
 
-def _path(word: str) -> bool:
-    """Whether a word that is not there looks like a path all the same."""
-    return not (_named(word) or " " in word) and bool(not word or _PATH.search(word))
-
-
 def _file(word: str) -> bool:
-    return _named(word) or _path(word)
-
-
-def _like(word: str) -> bool:
-    """Whether a word can only be a file: a word of a question may also be the name of a
-    directory."""
-    return word == "-" or bool(_PATH.search(word) or re.search(r"[*\[]", word))
+    """Whether a word names a file, or looks like the path of one that is not there."""
+    return _named(word) or not word or (" " not in word and bool(_PATH.search(word)))
 
 
 def _line(question: str, files: Sequence[str]) -> str:
@@ -142,9 +112,8 @@ def ask(
     one of the files is "-".
     """
     chat, go_on, as_json = asked.chat, asked.go_on, asked.as_json
-    terminal, given, loaders = call.terminal, call.given, call.config.loaders
+    terminal, given = call.terminal, call.given
     terminal.thoughts = interface.thoughts
-    errors = interface.encoding_errors
     question, files, note = sorted_out(asked.question, asked.files or [])
     if note:
         terminal.note(note)
@@ -162,7 +131,7 @@ def ask(
     if not go_on and settings.reuse == "recall":  # there is no later question
         settings = replace(settings, reuse="once")
     piped = "-" in (question, *files) or not (files or go_on)  # a chat has its documents
-    question, texts = _inputs(question, files, errors, loaders, terminal, piped=piped)
+    question, texts = _inputs(question, files, terminal, piped=piped)
     interrupts = Interrupts()
     keeper, session, before = Keeper(terminal, active=go_on, asks=True), None, None
     try:
@@ -229,13 +198,7 @@ def _take_up(
 
 
 def _inputs(
-    question: str,
-    files: Sequence[str],
-    errors: str,
-    loaders: Mapping[str, str],
-    terminal: Terminal,
-    *,
-    piped: bool,
+    question: str, files: Sequence[str], terminal: Terminal, *, piped: bool
 ) -> tuple[str, list[Text]]:
     if question == "-":
         if "-" in files:
@@ -245,13 +208,11 @@ def _inputs(
             )
         if sys.stdin.isatty():
             raise UsageError("`minikv ask -` reads the message from standard input", "pipe one in")
-        named = opened(files, errors, loaders, terminal, lambda: b"")
-        message, note = decode(read_stdin(terminal), STDIN, errors)
-        if note:
-            terminal.warn(note)
+        named = opened(files, terminal, lambda: b"")
+        message = decode(read_stdin(terminal), STDIN)
         return re.sub(r"\r?\n\Z", "", message), named
     if files:
-        return question, opened(files, errors, loaders, terminal, lambda: read_stdin(terminal))
+        return question, opened(files, terminal, lambda: read_stdin(terminal))
     if not piped or sys.stdin.isatty():
         return question, []
     data = read_stdin(terminal)
@@ -261,7 +222,7 @@ def _inputs(
             'minikv ask "QUESTION" FILE, or pipe the document in; a message without a '
             "document goes through `minikv ask -`",
         )
-    return question, [read_bytes(data, STDIN, errors)]
+    return question, [read_bytes(data, STDIN)]
 
 
 def unread(stream: TextIO) -> bool:

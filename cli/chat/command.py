@@ -21,9 +21,8 @@ from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
 from minikv.cli.documents.named import PipedLines, attach, opened, piped_document
 from minikv.cli.documents.text import changes
-from minikv.cli.failures import Interrupts, Terminated, show
+from minikv.cli.failures import Interrupts, show
 from minikv.cli.paths import history_file
-from minikv.cli.saved.chats import warn_of
 from minikv.cli.saved.commands import origins_of, summary
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.listing import newest
@@ -58,7 +57,6 @@ def chat(
     files, first, resume = asked.files or [], asked.prompt, asked.resume
     terminal, config, given = call.terminal, call.config, call.given
     terminal.thoughts = interface.thoughts
-    errors = interface.encoding_errors
     piped = piped_document(terminal) if "-" in files else b""
     typed = sys.stdin.isatty()
     if first is not None and not first.strip():
@@ -79,7 +77,7 @@ def chat(
         settings = resumed(settings, resume, given)
     refuse_without_torch()
     settings.check_eviction()
-    texts = opened(files, errors, config.loaders, terminal, lambda: piped)
+    texts = opened(files, terminal, lambda: piped)
     from minikv.chat.snapshot import UNDO_TURNS
 
     if typed:
@@ -108,11 +106,9 @@ def chat(
         context = Context(
             session,
             terminal,
-            errors,
             generation,
             interrupts,
             keeper,
-            config.loaders,
             call.values,
             origins,
             debug=interface.debug,
@@ -129,12 +125,11 @@ def chat(
             read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)
     finally:
+        keeper.keep(session)  # a signal may have come before that
         session.recall.leave()
         keeper.close()
         if keeper.saved and keeper.name:
             terminal.note(f"minikv chat --resume {keeper.name} continues this chat")
-        if keeper.saved:
-            warn_of(interface.chats_limit, terminal)
     if code and not typed:
         raise typer.Exit(code)
 
@@ -179,9 +174,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
-            except Terminated:
-                context.keeper.keep(session)
-                raise
             except (BrokenPipeError, OutputError):
                 raise  # nobody would read the next answer either
             except Interrupted as stopped:

@@ -17,7 +17,7 @@ from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clipped, folded, padded
-from minikv.cli.settings import values
+from minikv.cli.settings import flags
 from minikv.cli.settings.config import SETTINGS
 from minikv.errors import Interrupted, UsageError
 from minikv.policies import default_step
@@ -116,7 +116,7 @@ def _after_compare(session: ChatSession, before: Sequence[str], word: str) -> It
     if word.startswith("budget="):
         return [f"budget={budget}" for budget in SETTINGS["budget"].examples]
     given = [one.partition("=")[0] for one in before]
-    return [one for one in (*values.policies(word), "budget=") if one.rstrip("=") not in given]
+    return [one for one in (*flags.policies(word), "budget=") if one.rstrip("=") not in given]
 
 
 COMMANDS = (

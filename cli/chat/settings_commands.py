@@ -11,10 +11,9 @@ from minikv.chat.eviction_config import EvictionConfig, read_budget
 from minikv.chat.report import amount
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen import render
-from minikv.cli.settings import values
+from minikv.cli.settings import flags
 from minikv.cli.settings.config import SETTINGS
-from minikv.cli.settings.flags import file_text
-from minikv.cli.settings.values import listed, read_pairs, text
+from minikv.cli.settings.flags import file_text, listed, read_pairs, text
 from minikv.errors import UsageError
 from minikv.settings import GONE
 
@@ -67,7 +66,6 @@ def _places(context: Context) -> dict[str, tuple[object, str]]:
         **{name: (session, name) for name in ("reuse", "overflow", "fidelity")},
         **{name: (terminal, name) for name in ("thoughts", "quiet")},
         "check": (context, "checks"),
-        "encoding_errors": (context, "errors"),
     }
 
 
@@ -222,15 +220,15 @@ def _after_set(session: ChatSession, before: Sequence[str], word: str) -> Iterab
     if not before:
         return _LIVE
     key = before[0].lstrip("-").replace("-", "_")
-    return values.values_of(SETTINGS[key], word) if key in _LIVE and len(before) == 1 else ()
+    return flags.values_of(SETTINGS[key], word) if key in _LIVE and len(before) == 1 else ()
 
 
 def _after_policy(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     if not before:
-        return values.policies(word)
+        return flags.policies(word)
     if word.startswith("decode="):
         return [f"decode={step}" for step in SETTINGS["decode"].examples]
-    return ["decode=", *values.options_of(before[0])]
+    return ["decode=", *flags.options_of(before[0])]
 
 
 COMMANDS = (

@@ -22,20 +22,17 @@ class Leave(Exception):
 
 @dataclass(slots=True)
 class Context:
-    """The objects that a command may read and change. errors: how invalid bytes in documents are
-    handled. generation: how the next answers are written. keeper: saves the chat. loaders: a
-    command per file extension. began: the settings with which the chat started. origins: where each
+    """The objects that a command may read and change. generation: how the next answers are written.
+    keeper: saves the chat. began: the settings with which the chat started. origins: where each
     setting's value came from. debug: show where an error happened. checks: compare answers with
     those of a cache without eviction. stopped: the turn whose question was asked again and then
     stopped."""
 
     session: ChatSession
     terminal: Terminal
-    errors: str
     generation: Generation
     interrupts: Interrupts
     keeper: Keeper
-    loaders: Mapping[str, str] = field(default_factory=dict)
     began: Mapping[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     debug: bool = False

@@ -11,13 +11,12 @@ from minikv.checks import guess
 from minikv.cli.chat import (
     answer_commands,
     compare,
-    kept_view,
+    kept,
     settings_commands,
-    undo_commands,
 )
 from minikv.cli.chat.slash import Command, Context, Leave
 from minikv.cli.documents import commands as documents
-from minikv.cli.export import command as export
+from minikv.cli.export import page as export
 from minikv.cli.saved import commands as saved
 from minikv.cli.screen import render
 from minikv.errors import UsageError
@@ -25,7 +24,11 @@ from minikv.errors import UsageError
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
-_GONE = {"show": "/set lists every setting; /policy, /budget and /system show theirs"}
+_GONE = {
+    "show": "/set lists every setting; /policy, /budget and /system show theirs",
+    "kept top": 'the brightest words of /kept are those that most heads hold; /kept find "TEXT"',
+    "add --replace": "`iconv -c -f UTF-8 -t UTF-8 FILE` prints a text without its invalid bytes",
+}
 """Commands of earlier versions, with what to use instead."""
 _WIDEST = 24
 """Columns of a command in /help; a longer one has its own line."""
@@ -46,8 +49,9 @@ def execute(context: Context, line: str) -> None:
     """Run a command line. Raises UsageError on an unknown command or argument, Leave on /exit."""
     word, _, rest = re.split(r"(\s+|\Z)", line.strip()[1:], maxsplit=1)
     command = _BY_WORD.get(word)
-    if word in _GONE:
-        raise UsageError(f"/{word} is gone", _GONE[word])
+    for gone in (word, " ".join([word, *rest.split()[:1]])):
+        if gone in _GONE:
+            raise UsageError(f"/{gone} is gone", _GONE[gone])
     if command is None:
         near = guess(f"/{word}", names())
         raise UsageError(
@@ -143,10 +147,7 @@ def _stats(context: Context, arguments: list[str]) -> None:
     if report is None:
         terminal.say("no turn yet")
         return
-    from minikv.cli.screen.render import strips
-
-    screen = terminal.screen
-    drawn = strips(context.session, screen.width)
+    drawn = kept.strips(context.session, terminal.screen.width)
     terminal.say(f"{render.stats(report)}\n\n{drawn}".rstrip())
 
 
@@ -159,10 +160,9 @@ COMMANDS = (
     *documents.COMMANDS,
     *answer_commands.COMMANDS,
     Command(("stats",), "", "what the last turn cost, measured", _stats),
-    *kept_view.COMMANDS,
+    *kept.COMMANDS,
     *compare.COMMANDS,
     *settings_commands.COMMANDS,
-    *undo_commands.COMMANDS,
     *saved.COMMANDS,
     *export.COMMANDS,
     Command(("clear",), "", "new conversation about the same documents", _clear),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import shlex
+import math
 import threading
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
 from minikv.checks import guess
-from minikv.cli.chat.kept import counted
+from minikv.cli.chat.kept import locate, spell
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.named import Reader, attach, read
 from minikv.cli.saved.commands import left
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.chat.transcript import Document
 
-REPLACE = "--replace"
 PIPED = "piped text"
 COUNTED = 1_000_000
 """The most characters of a pending document whose tokens /docs counts: a tokenizer takes about a
@@ -28,29 +28,17 @@ second for them."""
 
 
 def _add(context: Context, arguments: list[str]) -> None:
-    errors = context.errors
-    if REPLACE in arguments:
-        errors = "replace"
-    names = [argument for argument in arguments if argument != REPLACE]
-    if not names:
+    if not arguments:
         raise UsageError(
             "/add takes files, directories and patterns", "/add report.txt, /add notes, /add *.md"
         )
     session, terminal = context.session, context.terminal
     stop = threading.Event()
-    reader = Reader(
-        errors,
-        context.loaders,
-        lambda path: (
-            f"/add {REPLACE} {shlex.quote(path)} reads it anyway and counts what it replaced"
-        ),
-        stop.is_set,
-        lambda path: terminal.status(f"reading {path}"),
-    )
+    reader = Reader(stop.is_set, lambda path: terminal.status(f"reading {path}"))
     try:
         # All are read before any is attached, so that a bad name adds nothing.
         with context.interrupts.stopping(stop.set):
-            texts, notes = read(names, reader)
+            texts, notes = read(arguments, reader)
     finally:
         terminal.clear_status()
     for note in notes:
@@ -81,6 +69,22 @@ def _docs(context: Context, arguments: list[str]) -> None:
         state = "read" if n <= len(session.documents) else "read with your next question"
         rows.append(f"{n:>{len(str(len(listed)))}}  {_name(document)} · {size}{tokens} · {state}")
     terminal.say("\n".join(rows))
+
+
+def counted(session: ChatSession, most: float = math.inf) -> list[int | None]:
+    """The number of tokens of each document, in the order of /docs. For a document that was read,
+    those that /kept shows; otherwise those of its text alone, or None if it has more than `most`
+    characters."""
+    ids = session.fed or session.known
+    read = locate(spell(session.tokenizer, ids), session.documents) if ids else []
+
+    def alone(text: str) -> int | None:
+        return None if len(text) > most else len(session.tokenizer.encode(text))
+
+    return [
+        alone(document.text) if part is None else part.last - part.first
+        for document, part in zip_longest([*session.documents, *session.pending], read)
+    ]
 
 
 def _drop(context: Context, arguments: list[str]) -> None:
@@ -209,11 +213,10 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
 COMMANDS = (
     Command(
         ("add",),
-        f"[{REPLACE}] FILE...",
+        "FILE...",
         "put documents before the next question: files, directories, patterns",
         _add,
         files=True,
-        follows=(REPLACE,),
     ),
     Command(("docs",), "", "the documents, their sizes, and which were read", _docs),
     Command(

@@ -16,17 +16,15 @@ import shlex
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from minikv.chat.report import amount
-from minikv.cli.documents.loaders import command_for
-from minikv.cli.documents.markup import ZIP
+from minikv.cli.documents.parsers import ZIP
 from minikv.cli.documents.text import (
     MAX_BYTES,
-    REMEDY,
     SAMPLE,
     Text,
     encoding_of,
@@ -134,21 +132,16 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads documents with these arguments of `read_file`. `remedy` makes the hint about invalid
-    bytes from a path. `reading` is called with each file before it is read."""
+    """Reads documents until `stopped()` is true. `reading` is called with each file before it is
+    read."""
 
-    errors: str = "strict"
-    loaders: Mapping[str, str] = field(default_factory=dict)
-    remedy: Callable[[str], str] = lambda path: REMEDY
     stopped: Callable[[], bool] | None = None
     reading: Callable[[str], None] = lambda path: None
 
     def file(self, path: str) -> Text:
         """One file or pipe. Errors as in `read_file`."""
         self.reading(path)
-        return read_file(
-            path, self.errors, self.loaders, remedy=self.remedy(path), stopped=self.stopped
-        )
+        return read_file(path, stopped=self.stopped)
 
 
 def read(
@@ -164,7 +157,7 @@ def read(
     notes: list[str] = []
     for name in names:
         if name == "-" and stdin is not None:
-            texts.append(read_bytes(stdin(), STDIN, reader.errors))
+            texts.append(read_bytes(stdin(), STDIN))
             continue
         path = os.path.expanduser(name)
         if os.path.isdir(path):
@@ -180,16 +173,10 @@ def read(
     return texts, notes
 
 
-def opened(
-    names: Sequence[str],
-    errors: str,
-    loaders: Mapping[str, str],
-    terminal: Terminal,
-    stdin: Callable[[], bytes],
-) -> list[Text]:
+def opened(names: Sequence[str], terminal: Terminal, stdin: Callable[[], bytes]) -> list[Text]:
     """The documents that a command was started with. Notes about them are shown. Errors as in
     `read`."""
-    reader = Reader(errors, loaders, reading=lambda path: terminal.status(f"reading {path}"))
+    reader = Reader(reading=lambda path: terminal.status(f"reading {path}"))
     try:
         texts, notes = read(names, reader, stdin)
     finally:
@@ -258,7 +245,7 @@ def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[lis
     for entry in sorted(entries, key=lambda entry: entry.name.split(os.sep)):
         if reader.stopped is not None and reader.stopped():
             raise Interrupted(f"stopped reading {shown}", "nothing was added")
-        why = "hidden" if entry.hidden else _unsuited(entry.path, reader.loaders)
+        why = "hidden" if entry.hidden else _unsuited(entry.path)
         if not why:
             if len(texts) == MAX_FILES:
                 raise _too_many(shown, f"more than {MAX_FILES:,} files")
@@ -291,7 +278,7 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
+def _unsuited(path: str) -> str:
     """Why a file is not a document, in a word; "" if it may be one."""
     try:
         facts = os.stat(path)
@@ -299,8 +286,6 @@ def _unsuited(path: str, loaders: Mapping[str, str]) -> str:
             return "linked"
         if not stat.S_ISREG(facts.st_mode):
             return "special"
-        if command_for(path, loaders) is not None:
-            return ""
         if facts.st_size > MAX_BYTES:
             return "too large"
         with open(path, "rb") as file:

@@ -11,16 +11,14 @@ import hashlib
 import os
 import select
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from minikv.chat.transcript import Source
-from minikv.cli.documents import markup
-from minikv.cli.documents.loaders import command_for, extract, load
-from minikv.cli.documents.pdf import is_pdf, read_pdf
+from minikv.cli.documents.child import extract
+from minikv.cli.documents.parsers import ZIP, as_utf8, is_html, is_pdf, is_word, read_pdf
 from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
@@ -72,8 +70,6 @@ def _state(source: Source) -> str:
 
 
 MAX_BYTES = 32 << 20
-REMEDY = "--encoding-errors replace reads it anyway and counts what it replaced"
-NO_LOADERS: Mapping[str, str] = MappingProxyType({})
 
 _MAGIC = (
     (b"\x7fELF", "a program", ""),
@@ -83,9 +79,9 @@ _MAGIC = (
         "save it as .docx, without a password",
     ),
     (
-        markup.ZIP,
+        ZIP,
         "a zip archive or office file",
-        "extract its text first, or give its extension a loader in the config",
+        'extract its text first: pandoc -t plain FILE | minikv ask "QUESTION"',
     ),
     (b"\x1f\x8b", "gzip-compressed", "unpack it first: gunzip -c FILE | minikv ask ..."),
     (b"\x89PNG", "a PNG image", ""),
@@ -113,34 +109,15 @@ class Text:
     source: Source | None = None
 
 
-def read_file(
-    path: str,
-    errors: str = "strict",
-    loaders: Mapping[str, str] = NO_LOADERS,
-    *,
-    remedy: str = REMEDY,
-    stopped: Callable[[], bool] | None = None,
-) -> Text:
-    """The text of a regular file or a pipe: plain, a PDF, a Word file, HTML, or the output of a
-    loader.
-
-    loaders: maps an extension to a command, which takes precedence. remedy: the hint about invalid
-    bytes. Other programs are killed once `stopped()` is true. Raises UsageError with the reason and
-    what to do, and Interrupted.
+def read_file(path: str, *, stopped: Callable[[], bool] | None = None) -> Text:
+    """The text of a regular file or a pipe: plain, a PDF, a Word file or HTML. The parser is killed
+    once `stopped()` is true. Raises UsageError with the reason and what to do, and Interrupted.
     """
     shown = clean(path) or "''"
-    command = command_for(path, loaders)
-    data = _content(path, shown, stopped, check_only=command is not None)
+    found = read_bytes(_content(path, shown, stopped), shown, stopped=stopped)
     # The name becomes part of the prompt: one line, no control characters.
     name = None if path.startswith(_NAMELESS) else one_line(Path(path).name)
-    if data is not None:
-        found = read_bytes(data, shown, errors, remedy=remedy, stopped=stopped)
-        return replace(found, name=name, source=source_of(path))
-    assert command is not None
-    data, program = load(command, path, shown, limit=MAX_BYTES, stopped=stopped)
-    text, note = decode(data, shown, errors, remedy=remedy)
-    facts = f"{len(text):,} characters from {program}"
-    return Text(text, name, note, facts, source_of(path))
+    return replace(found, name=name, source=source_of(path))
 
 
 def one_line(name: str) -> str | None:
@@ -148,14 +125,7 @@ def one_line(name: str) -> str | None:
     return " ".join(clean(name).split()) or None
 
 
-def read_bytes(
-    data: bytes,
-    shown: str,
-    errors: str = "strict",
-    *,
-    remedy: str = REMEDY,
-    stopped: Callable[[], bool] | None = None,
-) -> Text:
+def read_bytes(data: bytes, shown: str, *, stopped: Callable[[], bool] | None = None) -> Text:
     """A nameless document from bytes. Errors as in `read_file`; `shown` names it in them, and its
     ending distinguishes HTML and Word files from text."""
     if len(data) > MAX_BYTES:
@@ -165,28 +135,26 @@ def read_bytes(
         note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
         return Text(pdf.text, None, note, pdf.facts)
     ending, kind = Path(shown).suffix.lower(), ""
-    if markup.is_word(data):
-        kind, note = "a Word file", ""
+    if is_word(data):
+        kind = "a Word file"
     elif ending == ".docx":
         refuse_binary(data, shown)
         raise UsageError(f"{shown} is not a Word file", "is it damaged, or of another kind?")
     else:
-        if markup.is_html(data) or ending in _HTML:
-            kind, data = "HTML", markup.as_utf8(data)
-        text, note = decode(data, shown, errors, remedy=remedy)
+        if is_html(data) or ending in _HTML:
+            kind, data = "HTML", as_utf8(data)
+        text = decode(data, shown)
         data = text.encode("utf-8", "replace")
     if kind:
-        text = extract(markup.MODULE, data, shown, limit=MAX_BYTES, stopped=stopped).strip()
+        text = extract("markup", data, shown, limit=MAX_BYTES, stopped=stopped).strip()
         if not text:
             raise UsageError(f"{shown} has no text", "nothing was added")
-    return Text(text, None, note, f"{len(text):,} characters{kind and f' from {kind}'}")
+    return Text(text, None, facts=f"{len(text):,} characters{kind and f' from {kind}'}")
 
 
-def _content(
-    path: str, shown: str, stopped: Callable[[], bool] | None, *, check_only: bool
-) -> bytes | None:
-    """The content of a regular file or a pipe, at most one byte over the limit. With `check_only`,
-    None for a regular file that can be opened. Raises UsageError, Interrupted."""
+def _content(path: str, shown: str, stopped: Callable[[], bool] | None) -> bytes:
+    """The content of a regular file or a pipe, at most one byte over the limit. Raises UsageError,
+    Interrupted."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -199,12 +167,10 @@ def _content(
         facts = os.fstat(handle)
         if stat.S_ISDIR(facts.st_mode):
             raise UsageError(f"{shown} is a directory", "name a file")
-        if stat.S_ISFIFO(facts.st_mode) and not check_only:  # a loader opens its file itself
+        if stat.S_ISFIFO(facts.st_mode):
             return _drained(handle, shown, stopped)
         if not stat.S_ISREG(facts.st_mode):
             raise UsageError(f"{shown} is not a regular file", "pipe it: minikv ask QUESTION < ...")
-        if check_only:
-            return None
         if facts.st_size > MAX_BYTES:
             raise too_large(shown)
         with open(handle, "rb", closefd=False) as file:
@@ -246,38 +212,27 @@ def _nearest(path: str) -> str:
     return f"minikv looked in {clean(os.path.abspath(folder))}"
 
 
-def decode(
-    data: bytes, name: str, errors: str = "strict", *, remedy: str = REMEDY
-) -> tuple[str, str]:
-    """Bytes to text and a warning ("" if none): UTF-8 strictly, or UTF-16/32 by their marks.
-
-    Raises UsageError for data that is too large, binary, a PDF, empty or, with errors="strict", not
-    valid in its encoding (`remedy` is then the hint); "replace" puts U+FFFD there, and the warning
-    says how often.
-    """
+def decode(data: bytes, name: str) -> str:
+    """Bytes as text: UTF-8, or UTF-16/32 by their marks. Raises UsageError for data that is too
+    large, binary, a PDF, empty or not valid in its encoding."""
     if len(data) > MAX_BYTES:
         raise too_large(name)
     refuse_binary(data, name)
     encoding = encoding_of(data)
-    note = ""
     try:
         text = data.decode(encoding)
     except UnicodeDecodeError as error:
         label = encoding.removesuffix("-sig").upper()
-        if errors == "strict":
-            # The UTF-8 codec with a mark counts from the end of the mark.
-            marked = encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8)
-            at = error.start + 3 * marked
-            what = f"{name} is not valid {label}: byte {at:,} (0x{data[at]:02x})"
-            raise UsageError(what, remedy) from None
-        text = data.decode(encoding, "replace")
-        # U+FFFD in the file itself does not count.
-        count = text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
-        were = "sequence was" if count == 1 else "sequences were"
-        note = f"{name}: {count:,} invalid {label} {were} read as U+FFFD"
+        # The UTF-8 codec with a mark counts from the end of the mark.
+        marked = encoding == "utf-8-sig" and data.startswith(codecs.BOM_UTF8)
+        at = error.start + 3 * marked
+        raise UsageError(
+            f"{name} is not valid {label}: byte {at:,} (0x{data[at]:02x})",
+            f"`iconv -c -f {label} -t UTF-8 FILE` prints it without the invalid bytes",
+        ) from None
     if not text.strip():
         raise UsageError(f"{name} is empty", "nothing was added")
-    return text, note
+    return text
 
 
 def encoding_of(data: bytes) -> str:

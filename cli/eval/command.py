@@ -22,7 +22,7 @@ from minikv.cli.eval.results import Cell, cell, table
 from minikv.cli.eval.tasks import CHATS, Haystack
 from minikv.cli.measure import Results, choices, lengths
 from minikv.cli.screen.terminal import Terminal
-from minikv.cli.settings.values import read_list
+from minikv.cli.settings.flags import read_list
 from minikv.engine.engine import Engine
 from minikv.errors import ContextError, UsageError
 from minikv.loader import build

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from minikv.checks import quoted
-from minikv.cli.eval import metrics
-from minikv.cli.eval.items import Item
-from minikv.cli.eval.metrics import Metric
+from minikv.cli.eval.items import Item, Metric, contains_words, exact
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
 from minikv.models.bundled import exam, world
@@ -45,11 +43,11 @@ class Manner:
     least: int
 
 
-TRAINED = Manner("", metrics.exact, 16, 2)
+TRAINED = Manner("", exact, 16, 2)
 """For the bundled model. The first token of an answer is computed before the prompt is evicted, so
 `facts` asks for values of at least two tokens."""
 
-TOLD = Manner(" Answer with the value alone.", metrics.contains_words, 48, 1)
+TOLD = Manner(" Answer with the value alone.", contains_words, 48, 1)
 """For any other model. Its tokenizer may have one token for most values, so `least` is 1."""
 
 

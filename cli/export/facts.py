@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import minikv
-from minikv.cli.chat.kept import Spans, spell
+from minikv.cli.chat.kept import Spans, held, spell
 from minikv.cli.screen.render import budget_words, pair_words
 
 if TYPE_CHECKING:
@@ -159,14 +159,8 @@ class ChatFacts:
 
 def gather(session: ChatSession) -> ChatFacts:
     """The facts of a chat between two turns. Reads the cache, changes nothing."""
-    import numpy as np
-
     facts, eviction, shape = session.facts, session.eviction, session.engine.kv.shape
     spans = spell(session.tokenizer, session.fed)
-    held = np.zeros((shape.layers, shape.kv_heads, len(session.fed)), dtype=bool)
-    for layer in range(shape.layers):
-        for head in range(shape.kv_heads):
-            held[layer, head, session.kept(layer, head).cpu().numpy()] = True
     return ChatFacts(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
         model=Model(
@@ -187,7 +181,7 @@ def gather(session: ChatSession) -> ChatFacts:
         turns=tuple(map(_without_paths, session.turns)),
         text=_pieces(spans, len(session.fed)),
         sections=_sections(spans, session.turns, forgets=session.forgets),
-        held=held,
+        held=held(session).numpy(),
         curve=tuple(session.curve),
     )
 

@@ -1,20 +1,28 @@
-"""A chat as one HTML page. It loads nothing, runs no script and escapes foreign text."""
+"""`/export FILE`: writes the chat as an HTML page or as JSON, according to the file's name. The
+page loads nothing, runs no script and escapes foreign text."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import re
+import json
+import os
+import stat
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import minikv
 from minikv.chat.report import amount, percent_saved, size, thought_for
-from minikv.cli.export.facts import ChatFacts
+from minikv.cli.chat.slash import Command, Context
+from minikv.cli.export.facts import ChatFacts, gather
+from minikv.cli.paths import write
 from minikv.cli.screen.render import figures, percent
-from minikv.cli.settings.values import worded
+from minikv.cli.screen.text import clean
+from minikv.cli.settings.config import worded
+from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,49 +31,83 @@ if TYPE_CHECKING:
     from minikv.cli.export.facts import ChatFacts
 
 
-_TAG = re.compile(r"<(?=[A-Za-z/!?])")
+_FORCE = "--force"
+_FORMATS = (".html", ".json")
 
 
-def as_markdown(facts: ChatFacts) -> str:
-    """The transcript. Questions and answers are quoted, so that code fences and headings in them do
-    not affect the rest. HTML and images in them stay text."""
-    model = facts.model
-    revision = f" @ {model.revision[:12]}" if model.revision else ""
-    parts = [
-        f"# Chat with {_cell(model.name + revision)}",
-        f"- {_cell(model.dtype)}, {size(model.weight_bytes)} of weights, context "
-        f"{model.max_context:,}, {_cell(model.device)} with {_cell(model.kernels)} kernels\n"
-        f"- policy {_cell(facts.policy.words)}\n"
-        f"- written by minikv {_cell(minikv.__version__)}, {_cell(facts.made)}",
-    ]
-    if facts.system:
-        parts.append(f"System prompt:\n\n{_quote(facts.system)}")
-    for number, (turn, documents) in enumerate(zip(facts.turns, facts.attached(), strict=True), 1):
-        parts.append(f"## Question {number}")
-        parts += [f"With {_cell(name)}, {length:,} characters." for name, length in documents]
-        parts += [_quote(turn.question), f"**Answer {number}**"]
-        if turn.thoughts:
-            folded = thought_for(turn.report.tokens.thoughts)
-            parts.append(f"<details><summary>{folded}</summary>")
-            parts += [_quote(turn.thoughts), "</details>"]
-        parts.append(_quote(turn.answer))
-        parts += [f"Warning: {_cell(line)}" for line in turn.report.warnings]
-        rows = [f"| {name} | {_cell(value)} |" for name, value in figures(turn.report)]
-        parts.append("\n".join(["| figure | value |", "|---|---|", *rows]))
-    return "\n\n".join(parts) + "\n"
+def export(context: Context, arguments: list[str]) -> None:
+    """Write the chat so far to a file. Raises UsageError, and then no file has changed."""
+    names = [argument for argument in arguments if argument != _FORCE]
+    if len(names) != 1 or (names[0].startswith("-") and len(names[0]) > 1):
+        raise UsageError(
+            "/export takes one file",
+            f"/export report.html or chat.json; {_FORCE} replaces a file that exists",
+        )
+    path = Path(os.path.expanduser(names[0]))
+    # Refuse before reading the cache.
+    kind = path.suffix.lower()
+    if kind == ".md":
+        raise UsageError("/export writes no Markdown", "`minikv chats show NAME` prints a chat")
+    if kind not in _FORMATS:
+        raise UsageError(
+            f"cannot tell from {clean(path.name)!r} what to write",
+            f"the name must end in {' or '.join(_FORMATS)}",
+        )
+    _refuse(path, _FORCE in arguments)
+    if not context.session.turns:
+        raise UsageError("there is nothing to export yet", "ask a question first")
+    data = rendered(gather(context.session), kind).encode()
+    _refuse(path, _FORCE in arguments)
+    try:
+        write(path.parent, path.name, data, 0o666)
+    except OSError as error:
+        raise _cannot(path, error) from None
+    context.terminal.say(f"{clean(str(path))}: {size(len(data))}")
 
 
-def _quote(text: str) -> str:
-    inert = _TAG.sub("&lt;", text).replace("![", "!\\[")
-    lines = inert.split("\n") if text.strip() else ["(empty)"]
-    return "\n".join(f"> {line}".rstrip() for line in lines)
+def rendered(facts: ChatFacts, kind: str) -> str:
+    """The text of a file: JSON, or a page without invisible characters."""
+    if kind == ".json":
+        return json.dumps(facts.to_dict(), indent=1) + "\n"
+    return _visible(render(facts))
 
 
-def _cell(text: str) -> str:
-    """The text in one line, with Markdown escaped."""
-    line = " ".join(text.split())
-    return re.sub(r"([\\`*_\[\]<>|#])", r"\\\1", line)
+def _visible(text: str) -> str:
+    """`text` with names instead of the characters that `clean` drops (controls, bidi overrides,
+    tags, lone surrogates), because an export shows every token."""
+    return "".join(c if clean(c) else _name(ord(c)) for c in text) if clean(text) != text else text
 
+
+def _name(code: int) -> str:
+    if code < 0x20:
+        return chr(0x2400 + code)  # Unicode's control pictures, e.g. for ESC
+    return f"⟨U+{code:04X}⟩"
+
+
+def _refuse(path: Path, force: bool) -> None:
+    """Raise UsageError if the path exists, is not a regular file, or has no directory."""
+    shown = clean(str(path))
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        if not path.parent.is_dir():
+            raise UsageError(f"no directory {clean(str(path.parent))}", "make it first") from None
+        return
+    except OSError as error:
+        raise _cannot(path, error) from None
+    if not stat.S_ISREG(mode):
+        raise UsageError(f"{shown} is not a regular file", "choose another name")
+    if not force:
+        raise UsageError(f"{shown} exists", "--force replaces it, or choose another name")
+
+
+def _cannot(path: Path, error: OSError) -> UsageError:
+    return UsageError(
+        f"cannot write {clean(str(path))}: {error.strerror or error}", "nothing was written"
+    )
+
+
+# -- the page -----------------------------------------------------------------------------------
 
 LEVELS = 10  # shades, as many as classes s1 to s10 in page.css
 _BARS = 120  # in the strip above the text
@@ -237,3 +279,15 @@ def _map(rows: np.ndarray, count: int) -> Sequence[Sequence[tuple[str, str, str]
         [cell(layer, head, kept) for layer, kept in enumerate(column)]
         for head, column in enumerate(rows.T.tolist())
     ]
+
+
+COMMANDS = (
+    Command(
+        ("export",),
+        "FILE.html|json [--force]",
+        "write the chat as a report or a file",
+        export,
+        files=True,
+        follows=(_FORCE,),
+    ),
+)

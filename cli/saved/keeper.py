@@ -1,36 +1,58 @@
 """Saves chats to disk after every turn, and opens them later.
 
 A chat is a directory with a file for its text and its compressed cache, and the tier if that is in
-a file. Only the user can read them.
+a file. Only the user can read them. Until a chat is saved, its tier has a hidden name among the
+chats; then it is among the chat's files. For a chat that is not saved, it is a file in the user's
+cache directory, without a name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minikv.chat.report import amount
 from minikv.cli.failures import explain
-from minikv.cli.paths import chats_folder, private
-from minikv.cli.saved import tier
+from minikv.cli.paths import cache_folder, chats_folder, private
 from minikv.cli.saved.database import FILE, LAST, REREAD, ChatFile, check_name, new_folder, renew
-from minikv.cli.saved.identity import differences, identity, model_identity
-from minikv.cli.saved.listing import damage
-from minikv.cli.saved.transcript import Saved, held, read_cache, read_from, rows_of
+from minikv.cli.saved.listing import Rows, damage, is_old
+from minikv.cli.saved.transcript import (
+    POLICY,
+    Saved,
+    differences,
+    held,
+    identity,
+    model_identity,
+    read,
+    read_cache,
+    read_from,
+    rows_of,
+)
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.settings.config import short
-from minikv.errors import UsageError
+from minikv.errors import MinikvError, UsageError
+from minikv.models.errors import ModelError
 
 if TYPE_CHECKING:
+    from minikv.cache.tier_file import FileRows
     from minikv.chat.eviction_config import EvictionConfig
+    from minikv.chat.recall import Place
     from minikv.chat.session import ChatSession
     from minikv.chat.snapshot import ChatSnapshot
+
+
+FAILURES = (MinikvError, ModelError, OSError, MemoryError, RuntimeError)
+"""What saving a chat may raise, and using its tier; torch raises RuntimeError where memory or a
+device fails."""
 
 
 class Keeper:
@@ -51,7 +73,7 @@ class Keeper:
 
     def attend(self, session: ChatSession) -> None:
         """If this session needs a file for its tier, put that file among the files of its chat."""
-        session.recall.where = lambda: tier.place(
+        session.recall.where = lambda: place(
             self._identity(session), saved=self.active and self.name != LAST
         )
 
@@ -63,7 +85,7 @@ class Keeper:
         first = self.name is None and not self.saved
         try:
             self._save(session)
-        except Exception as error:
+        except FAILURES as error:
             self._warn(f"this chat is not saved: {explain(error).message}; it continues unsaved")
             return
         if first and self._terminal.err.isatty():
@@ -77,7 +99,7 @@ class Keeper:
         try:
             private(folder)
             renew(LAST, rows_of(session, self._identity(session), ask=True))
-        except Exception as error:
+        except FAILURES as error:
             self._warn(f"`ask --continue` cannot continue this: {explain(error).message}")
             return
         if first and self._terminal.err.isatty():
@@ -109,7 +131,7 @@ class Keeper:
                 self._save(session, name, whole=True)
         except UsageError:
             raise
-        except Exception as error:
+        except FAILURES as error:
             raise UsageError(f"the chat cannot be saved: {explain(error).message}") from None
         self.active = self._named = True
         return chats_folder() / str(self.name)
@@ -128,16 +150,19 @@ class Keeper:
         """
         mine = self._file if name == self.name else None
         with contextlib.ExitStack() as undone, damage(name):
+            if mine is None and is_old(chats_folder() / name):
+                # What is refused is not converted.
+                self._differs(session, read(name), reread=reread, spare=False)
             file = mine or undone.enter_context(contextlib.closing(held(name)))
             saved, rows = read_from(name, file.rows), None
             if not reread:
                 here = self._identity(session)
-                rows = tier.find(session, saved, here, given, self._terminal.warn)
+                rows = find_tier(session, saved, here, given, self._terminal.warn)
             own = rows is not None and rows is session.recall.file
             if rows is not None and not own:
                 undone.callback(rows.close)
             spare = rows is not None or name == LAST
-            snapshot = self._snapshot(session, file, saved, given, reread=reread, spare=spare)
+            snapshot = self._snapshot(session, file.rows, saved, given, reread=reread, spare=spare)
             if "seed" in given:
                 snapshot = replace(snapshot, seed=session.seed)
             session.restore(snapshot)
@@ -147,7 +172,7 @@ class Keeper:
             try:
                 if rows is not None:
                     session.recall.adopt(rows)
-            except Exception as error:
+            except FAILURES as error:
                 self._terminal.warn(f"the tier cannot be used: {explain(error).message}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
             if setting in saved.facts:  # otherwise an earlier version saved it
@@ -164,7 +189,7 @@ class Keeper:
     def _snapshot(
         self,
         session: ChatSession,
-        file: ChatFile,
+        rows: Rows,
         saved: Saved,
         given: Collection[str],
         *,
@@ -173,18 +198,11 @@ class Keeper:
     ) -> ChatSnapshot:
         """The chat with its cache; without it if the caller wants that, or if the cache is `spare`
         and cannot be used. Raises UsageError, and `DAMAGE`."""
-        here, there = self._identity(session), saved.facts["identity"]
         eviction = _chosen(session.eviction, saved.eviction, given)
-        found = "" if reread else differences(here, there)
-        if found and saved.name == LAST:
-            raise UsageError(f"the last ask does not belong to this run: {found}")
-        if found and not spare:
-            raise UsageError(
-                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
-            )
+        differs = self._differs(session, saved, reread=reread, spare=spare)
         try:
-            if not reread and not found and eviction == saved.eviction:
-                return read_cache(file.rows, saved, session.engine.kv)
+            if not reread and not differs and eviction == saved.eviction:
+                return read_cache(rows, saved, session.engine.kv)
         except UsageError as error:
             if not spare:
                 raise
@@ -195,6 +213,22 @@ class Keeper:
         if not all(0 <= id < vocab for id in snapshot.said.log.ids):
             raise ValueError("its tokens are not those of this model")
         return replace(snapshot, eviction=eviction)
+
+    def _differs(self, session: ChatSession, saved: Saved, *, reread: bool, spare: bool) -> bool:
+        """Whether the chat's cache is of another model or number format. Raises UsageError if the
+        cache is needed."""
+        there = saved.facts["identity"]
+        found = "" if reread else differences(self._identity(session), there)
+        if found and saved.name == LAST:
+            raise UsageError(
+                f"the last ask does not belong to this run: {found}",
+                "-c continues it as it was: leave that flag out, or ask anew without -c",
+            )
+        if found and not spare:
+            raise UsageError(
+                f"the cache of chat {saved.name} does not belong to this run: {found}", REREAD
+            )
+        return bool(found)
 
     def _identity(self, session: ChatSession) -> dict[str, object]:
         """The session's identity. The model's files are hashed once."""
@@ -260,8 +294,8 @@ class Keeper:
         """Put the tier among the files of the chat, which is saved without it if that fails."""
         try:
             if name != LAST:
-                tier.settle(session, name, self._identity(session), whole=whole)
-        except Exception as error:
+                settle_tier(session, name, self._identity(session), whole=whole)
+        except FAILURES as error:
             if forked:
                 raise
             self._warn(f"this chat is saved without its tier: {explain(error).message}")
@@ -309,3 +343,88 @@ def _chosen(mine: EvictionConfig, own: EvictionConfig, given: Collection[str]) -
     elif "decode" in given:
         fields |= {"decode", "decode_options"}
     return replace(own, **{field: getattr(mine, field) for field in fields})
+
+
+# -- the tier ---------------------------------------------------------------------------------
+
+TIER = "tier.kv"
+_WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
+
+
+def place(identity: Mapping[str, object], *, saved: bool) -> Place:
+    """The place for the tier of a new chat. identity: of its session. Raises UsageError."""
+    from minikv.chat.recall import Place
+    from minikv.chat.store import sweep
+
+    try:
+        folder = private(chats_folder() if saved else cache_folder())
+        sweep(folder, _WAITING)  # what was killed before its first save
+    except OSError as error:
+        raise UsageError(explain(error).message) from None
+    return Place(folder / f".tier-{secrets.token_hex(8)}.kv", _own(identity), saved)
+
+
+def _own(identity: Mapping[str, object]) -> dict[str, object]:
+    """The part of a session's identity that its tier depends on: not policy, budget or --kv."""
+    return {key: value for key, value in identity.items() if key not in (*POLICY, "kv")}
+
+
+def find_tier(
+    session: ChatSession,
+    saved: Saved,
+    identity: Mapping[str, object],
+    given: Collection[str],
+    warn: Callable[[str], None],
+) -> FileRows | None:
+    """The tier of a saved chat, which may be the session's own. None if it has none that is of this
+    model and, if the user gave it, of --tier-dtype, and that can be used. Warns where it is damaged
+    or open elsewhere."""
+    from minikv.cache.tier_file import FileRows, Header
+    from minikv.cache.tier_rows import TierError, columns_of
+
+    kv, recall, path = session.engine.kv, session.recall, chats_folder() / saved.name / TIER
+    if recall.file is not None and recall.file.is_at(path):
+        return recall.file
+    if recall.kind == "none" or not os.path.lexists(path):
+        return None
+    try:
+        rows = FileRows.open(path, pinned=kv.device.type == "cuda")
+    except TierError as error:
+        warn(f"the tier of chat {saved.name} cannot be used: {error}")
+        return None
+    dtypes = [recall.dtype] if "tier_dtype" in given else ["same", "int8"]
+    kinds = [columns_of(kv.shape, kv.dtype, dtype == "int8") for dtype in dtypes]
+    here = [Header(kv.shape.layers, kv.shape.kv_heads, kind, _own(identity)) for kind in kinds]
+    if rows.header not in here:
+        rows.close()
+        return None
+    if rows.damage:
+        again = amount(max(0, len(saved.tokens) - rows.rows), "token")
+        warn(f"the tier of chat {saved.name}: {rows.damage}; {again} are read again")
+    return rows
+
+
+def settle_tier(
+    session: ChatSession, name: str, identity: Mapping[str, object], *, whole: bool
+) -> None:
+    """Put the session's tier among the files of a saved chat, if it is in a file; with `whole`,
+    also a copy of one that is in memory, and all of it is on disk. Raises TierError, UsageError,
+    OSError, and what torch raises when memory runs out; then it is where it was."""
+    recall, rows, path = session.recall, session.recall.file, chats_folder() / name / TIER
+    if rows is not None and whole:
+        rows.sync()
+    if rows is None and not (whole and recall.tokens):
+        return
+    # A file without a name, on another disk, or of another chat is copied, as memory is.
+    if rows is not None and (rows.is_at(path) or (not rows.kept and rows.move(path))):
+        return
+    copy = recall.write(place(identity, saved=True))
+    try:
+        copy.move(path)
+    except BaseException:
+        copy.close()
+        raise
+    if rows is None:
+        copy.close()
+    else:
+        recall.move(copy)

@@ -34,7 +34,7 @@ from rich.text import Text
 from minikv.cli.screen.text import broken, cells, units
 
 if TYPE_CHECKING:
-    from minikv.cli.screen.code import Code
+    from rich.syntax import Syntax
 
 _NEAR = 24  # within this many columns of the margin, a word is written only when it is complete
 _FENCE = re.compile(r"(`{3,})([^`]*)$|(~{3,})(.*)$")
@@ -245,9 +245,7 @@ class _Formatter:
         """The colours for a block of code, if the terminal has colours and knows the language."""
         if not self._colour or not language.strip():
             return None
-        from minikv.cli.screen.code import Code  # with pygments
-
-        return Code.of(language)
+        return code_in(language)
 
     def styled(self, line: Text) -> str:
         """A line with its styles."""
@@ -375,3 +373,59 @@ def _whole(rows: Sequence[Iterable[Segment]], source: str) -> str | None:
 
 def _letters(text: str) -> Counter[str]:
     return Counter(_ORNAMENT.sub("", text))
+
+
+# -- code -----------------------------------------------------------------------------------------
+
+MOST_LINES = 200
+"""How many earlier lines are parsed to colour the current one."""
+TAB = 8
+"""Columns from one tab stop of a terminal to the next."""
+_LOOKS = {
+    "dim": "Comment Generic.Prompt",
+    "magenta": "Comment.Preproc Keyword Operator.Word Name.Tag",
+    "cyan": "Keyword.Constant Keyword.Type Name.Builtin Name.Decorator Name.Attribute "
+    "Literal.Number",
+    "bold": "Name.Class Name.Function Generic.Heading Generic.Subheading",
+    "green": "Literal.String Generic.Inserted",
+    "red": "Generic.Deleted",
+}
+"""The colours are few and the terminal's own, so that they are readable on dark and light
+backgrounds."""
+
+
+def code_in(language: str) -> Code | None:
+    """The code of a block with this language after its opening marks; None if the language is not
+    known, or plain text."""
+    from rich.syntax import ANSISyntaxTheme, Syntax  # with pygments
+
+    words = language.strip().strip("{}").lstrip(".").split()
+    lexer = Syntax("", words[0].rstrip(",;:").lower(), tab_size=TAB).lexer if words else None
+    if lexer is None or "text" in lexer.aliases:
+        return None
+    looks = {
+        tuple(name.split(".")): Style.parse(look)
+        for look, names in _LOOKS.items()
+        for name in names.split()
+    }
+    return Code(Syntax("", lexer, theme=ANSISyntaxTheme(looks), tab_size=TAB))
+
+
+class Code:
+    """The code of one block, which gets its colours line by line while an answer is written."""
+
+    def __init__(self, syntax: Syntax) -> None:
+        self._syntax = syntax
+        self._lines: list[str] = []
+
+    def line(self, text: str) -> Text | None:
+        """The next line in colours, tabs as spaces; None if it has no colours, or if these would
+        change the text."""
+        self._lines = [*self._lines[-MOST_LINES:], text]
+        if "\t" in text and not text.isascii():
+            return None  # where a tab ends depends on the width of the characters before it
+        number = len(self._lines)
+        read = self._syntax.highlight("\n".join(self._lines), line_range=(number, number))
+        lines = read.split("\n", allow_blank=True)
+        found = lines[number - 1] if len(lines) >= number else Text()
+        return found if found.spans and found.plain == text.expandtabs(TAB) else None

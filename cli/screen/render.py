@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
 from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
 from minikv.cli.chat.turn import TOY, is_toy
 from minikv.cli.screen.terminal import BLOCKS
-from minikv.cli.screen.text import clipped, grid
+from minikv.cli.screen.text import grid
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
-    from minikv.cli.chat.kept import Kept
-
-
-MOST_SLICES = 64
-MOST_DOCUMENTS = 8
 
 
 def level(share: float, most: int) -> int:
@@ -40,56 +34,6 @@ def percent(share: float) -> str:
     """Whole percent, rounded down, except that 100% may lack one in a million."""
     whole = math.floor(100 * share + 1e-4)
     return "<1%" if share > 0 and whole < 1 else f"{whole}%"
-
-
-def strips(session: ChatSession, width: int) -> str:
-    """What the cache holds, as strips of at most `width` columns (40 at the least); "" before the
-    first turn."""
-    from minikv.cli.chat import kept
-
-    facts = kept.read(session)
-    if not session.fed:
-        return ""
-    rows = [[float(n) for n in layer] for layer in facts.rows().tolist()]
-    return f"{by_head(rows, width)}\n{along(facts, width)}"
-
-
-def by_head(rows: Sequence[Sequence[float]], width: int) -> str:
-    """One strip per KV head, along the layers. rows[layer][head]: how many tokens are held."""
-    layers, heads = len(rows), len(rows[0])
-    largest = max(max(layer) for layer in rows)
-    lines = [f"kept per layer and KV head: {BLOCKS[-1]} is {largest:,.0f} tokens, the most in one"]
-    runs = -(-layers // (width - len(f"  head {heads - 1} ||")))
-    each = -(-layers // runs)  # so that the runs are of about equal length
-    for first in range(0, layers, each):
-        last = min(first + each, layers)
-        lines += [f"  layers {first} to {last - 1}"] * (layers > 1)
-        lines += [
-            f"  {f'head {head}':<{len(f'head {heads - 1}')}} "
-            + strip([rows[layer][head] for layer in range(first, last)], largest)
-            for head in range(heads)
-        ]
-    return "\n".join(lines)
-
-
-def along(facts: Kept, width: int) -> str:
-    """The mean share of heads that hold a token, along each document."""
-    share = facts.share()
-    places = [(clipped(p.name, width), p.first, p.last) for p in facts.parts]
-    places = places[:MOST_DOCUMENTS] or [("the chat", 0, len(share))]
-    lines = []
-    for name, first, last in places:
-        count = min(MOST_SLICES, width - 4, last - first)
-        ends = [first + (last - first) * i // count for i in range(count + 1)]
-        values = [float(share[a:b].mean()) for a, b in pairwise(ends)]
-        each = f"{count} slices of about {round((last - first) / count):,} tokens"
-        if count == last - first:
-            each = "a sign per token"
-        top = f"{BLOCKS[-1]} is {percent(max(values))} of the heads" if any(values) else "nothing"
-        lines += [f"kept along {name}, {each}: {top}", f"  {strip(values, max(values))}"]
-    if len(facts.parts) > MOST_DOCUMENTS:
-        lines.append(f"  and {len(facts.parts) - MOST_DOCUMENTS} more documents")
-    return "\n".join(lines)
 
 
 _LISTED = 8  # up to this many documents, a chat begins with a line for each

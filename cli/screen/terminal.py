@@ -181,7 +181,7 @@ class Terminal:
         """`text`, with remedies that it names in Python as they are typed here."""
         if "`" not in text:
             return text
-        from minikv.cli.settings.values import worded  # knows all settings
+        from minikv.cli.settings.config import worded  # knows all settings
 
         return worded(text, chat=self.chat)
 

@@ -16,8 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from minikv.cli.chat.turn import open_chat
 from minikv.cli.serve.app import SEND_S, application, is_loopback
 from minikv.cli.serve.conversations import Conversations, Desk
+from minikv.cli.settings.config import worded
 from minikv.cli.settings.flags import Call
-from minikv.cli.settings.values import worded
 from minikv.errors import MinikvError, UsageError
 from minikv.models import refuse_without_torch
 from minikv.settings import Generation, Settings

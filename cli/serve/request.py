@@ -14,7 +14,7 @@ from typing import Any
 from minikv import checks
 from minikv.chat.transcript import Message
 from minikv.checks import quoted
-from minikv.cli.records import refuse_many
+from minikv.cli.paths import refuse_many
 from minikv.cli.settings.config import SETTINGS
 from minikv.errors import UsageError
 from minikv.settings import Generation, settings_of

@@ -26,8 +26,7 @@ from minikv.cli.settings.config import (
     read_toml,
     short,
 )
-from minikv.cli.settings.flags import Call, command, group
-from minikv.cli.settings.values import listed, text
+from minikv.cli.settings.flags import Call, command, group, listed, text
 from minikv.errors import UsageError
 from minikv.settings import Plain, refuse_gone
 
@@ -45,9 +44,8 @@ def show(call: Call) -> None:
         call.terminal.warn(note)
     values = {name: text(made.value(name)) for name in SETTINGS}
     lines = listed(values, made.origins(()))
-    for title, table in (("aliases", made.aliases), ("loaders", made.loaders)):
-        if table:
-            lines += [f"[{title}]", *(f"{name} = {value}" for name, value in table.items())]
+    if made.aliases:
+        lines += [f"[{ALIASES}]", *(f"{name} = {value}" for name, value in made.aliases.items())]
     call.terminal.data("\n".join(lines))
 
 
@@ -73,7 +71,7 @@ def init(call: Call) -> None:
 def change(
     call: Call,
     key: Annotated[str, typer.Argument(help="a key from `minikv config show`")],
-    words: Annotated[list[str], typer.Argument(metavar="value", help="its value")],
+    words: Annotated[list[str], typer.Argument(metavar="VALUE", help="its value")],
 ) -> None:
     """minikv config set budget 20%
 
@@ -170,10 +168,6 @@ def template() -> str:
         "# Short names for --model.",
         "# [aliases]",
         '# llama3 = "meta-llama/Meta-Llama-3-8B-Instruct"',
-        "",
-        "# A command per extension that writes a file's text to standard output.",
-        "# [loaders]",
-        '# docx = "pandoc -t plain {path}"',
         "",
     ]
     return "\n".join(lines)

@@ -8,6 +8,7 @@ effect is hard to notice.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +21,11 @@ from minikv.cli.screen.text import clean
 from minikv.errors import UsageError
 from minikv.settings import (
     ADVANCED,
-    DOCUMENTS,
     OUTPUT,
     Generation,
     Plain,
     Setting,
     Settings,
-    known_size,
     refuse_gone,
     setting,
     settings_of,
@@ -54,24 +53,8 @@ SAVED = "Saved chats"
 class Interface:
     """Settings for what a command reads and shows, not for what it computes."""
 
-    encoding_errors: str = setting(
-        "strict",
-        "invalid bytes in a document: refuse them, or replace them with U+FFFD",
-        DOCUMENTS,
-        choices=("strict", "replace"),
-        live=True,
-    )
     stats: bool = setting(
         False, "print what the answer cost to stderr", OUTPUT, commands=("ask",), common=True
-    )
-    chats_limit: str = setting(
-        "20GiB",
-        "warn when all saved chats take more than this on disk; off: never. Nothing is removed "
-        "unless you do (`minikv chats rm`)",
-        SAVED,
-        commands=("chat", "chats"),
-        takes="SIZE|off",
-        test=known_size,
     )
     thoughts: str = setting(
         "fold",
@@ -101,8 +84,6 @@ SETTINGS: Mapping[str, Setting] = {
 }
 """The settings that a file or a variable may set, by key. The defaults are those of the flags."""
 
-_TABLES = (ALIASES, "loaders")  # loaders: commands, one per extension, that turn a file into text
-
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -119,7 +100,6 @@ class Config:
 
     values: Mapping[str, Value] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    loaders: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     alias_files: Mapping[str, str] = field(default_factory=dict)
 
@@ -150,7 +130,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     key and the nearest known one."""
     environ = os.environ if environ is None else environ
     values: dict[str, Value] = {}
-    tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+    aliases: dict[str, str] = {}
     alias_files: dict[str, str] = {}
     local = (here or Path()) / LOCAL
     own = user_file()
@@ -158,22 +138,15 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         if path is None or (raw := read_toml(path, shown)) is None:
             continue
         for key, value in raw.items():
-            if key in _TABLES:
-                if key == "loaders" and path is local:
-                    # A file in this folder may be anyone's, and its commands would be run.
-                    raise UsageError(
-                        f"{shown}: [loaders] names commands to run, and is only read from "
-                        f"{short(own) if own else 'the user configuration'}",
-                        "move it there",
-                    )
-                tables[key] |= (found := _table(value, f"{shown}: [{key}]"))
-                if key == ALIASES:
-                    alias_files |= dict.fromkeys(found, shown)
+            if key == ALIASES:
+                found = _aliases(value, f"{shown}: [{key}]")
+                aliases |= found
+                alias_files |= dict.fromkeys(found, shown)
             elif key in SETTINGS:
                 values[key] = Value(SETTINGS[key].read_whole(value, f"{shown}: {key}"), shown)
             else:
                 refuse_gone(key, f"{shown}: {key}")
-                known = [*SETTINGS, *_TABLES]
+                known = [*SETTINGS, ALIASES]
                 raise UsageError(f"{shown}: unknown key {quoted(key)}", nearest(key, known))
     notes = []
     for variable, text in sorted(environ.items()):
@@ -186,7 +159,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         else:
             near = guess(key, SETTINGS)
             notes.append(f"the variable {clean(variable)} sets nothing; {near}".rstrip("; "))
-    return Config(values, tables[ALIASES], tables["loaders"], tuple(notes), alias_files)
+    return Config(values, aliases, tuple(notes), alias_files)
 
 
 def user_file() -> Path | None:
@@ -262,7 +235,7 @@ def read_toml(path: Path, shown: str) -> dict[str, object] | None:
         ) from None
 
 
-def _table(value: object, where: str) -> dict[str, str]:
+def _aliases(value: object, where: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise UsageError(f"{where} must be a table", 'for example: [aliases], then name = "model"')
     for name, text in value.items():
@@ -274,3 +247,40 @@ def _table(value: object, where: str) -> dict[str, str]:
 def nearest(key: str, known: Iterable[str]) -> str:
     """A hint about the key that was probably meant."""
     return f"{guess(key, known)}`minikv config init` writes a file with all keys"
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+_CODE = re.compile(r"`([^`\n]+)`")
+_CALL = re.compile(r"chat\.(\w+)\(([^()]*)\)")
+_SET = re.compile(r"chat\.(\w+) = (.+)")
+
+
+def worded(text: str, *, chat: bool = False) -> str:
+    """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
+    /set reuse once. chat: what can change there is changed there, so `budget` becomes /budget and
+    `top_k` /set top_k. Other backquotes stay as they are."""
+    return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
+
+
+def _worded(code: str, chat: bool) -> str:
+    if call := _CALL.fullmatch(code):
+        return f"/{call[1]} {_plain(call[2])}".rstrip()
+    if change := _SET.fullmatch(code):
+        return f"/set {change[1]} {_plain(change[2])}"
+    settings = [_setting(argument, chat) for argument in code.split(", ")]
+    return " ".join(settings) if all(settings) else ""
+
+
+def _setting(argument: str, chat: bool) -> str:
+    name, _, value = argument.partition("=")
+    if name not in SETTINGS:
+        return ""
+    shown = SETTINGS[name].flag
+    if chat and SETTINGS[name].live:
+        shown = f"/{name}" if name in ("policy", "budget", "system") else f"/set {name}"
+    return f"{shown} {'' if value == 'True' else _plain(value)}".rstrip()
+
+
+def _plain(value: str) -> str:
+    return value.strip("\"'")

@@ -66,10 +66,14 @@ class Group(TyperGroup):
 
 
 class _Argument(TyperArgument):
-    """An argument whose type is not shown."""
+    """An argument that is shown without its type, and without braces in the line of usage."""
 
     def display_type_rich(self, ctx: Context) -> str | None:
         return None
+
+    def get_usage_pieces(self, ctx: Context) -> list[str]:
+        shown = str(self.metavar) if self.required else f"[{self.metavar}]"
+        return [shown + "..." * (self.nargs != 1)]
 
 
 def _prepare(command: Command, ctx: Context) -> None:
@@ -81,6 +85,7 @@ def _prepare(command: Command, ctx: Context) -> None:
     for param in command.params:
         if isinstance(param, TyperArgument):
             param.__class__ = _Argument  # typer has no switch for this
+            param.metavar = param.metavar or str(param.name).upper()
         elif isinstance(param, TyperOption):
             if param.metavar is None:
                 kind = param.display_type(ctx)

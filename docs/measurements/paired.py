@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from minikv.cli.eval import metrics
+from minikv.cli.eval import results
 from minikv.cli.screen.text import grid
 
 Cell = dict[str, Any]
@@ -30,7 +30,7 @@ def key(cell: Cell) -> tuple[str, ...]:
 def row(cell: Cell, base: Cell) -> list[str]:
     pairs = [a - b for a, b in zip(cell["by_item"], base["by_item"], strict=True)]
     shares = cell["task"] not in ("ppl", "kl")
-    found = (metrics.of_differences if shares else metrics.of_means)([[x] for x in pairs])
+    found = (results.of_differences if shares else results.of_means)([[x] for x in pairs])
     scale, digits = (100, 1) if shares else (1, 3)
     mean, low, high = (
         "-" if x is None else f"{scale * x:+z.{digits}f}" for x in (sum(pairs) / len(pairs), *found)

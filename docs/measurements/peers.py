@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.bench import networks, systems
+from minikv.cli.bench import networks, speed
 from minikv.cli.bench.networks import prepare
 from minikv.cli.screen.text import grid
 
@@ -115,14 +115,14 @@ def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[object, .
             pipe.send((" ".join(f"{type(error).__name__}: {error}".split())[:300], 0.0))
 
 
-def minikv(spec: networks.Spec, threads: int, eviction: EvictionConfig) -> systems.Cached:
+def minikv(spec: networks.Spec, threads: int, eviction: EvictionConfig) -> speed.Cached:
     prepare(spec.device, threads)
-    return systems.Cached(networks.network(spec), eviction)
+    return speed.Cached(networks.network(spec), eviction)
 
 
-def transformers(spec: networks.Spec, threads: int) -> systems.Transformers:
+def transformers(spec: networks.Spec, threads: int) -> speed.Transformers:
     prepare(spec.device, threads)
-    return systems.Transformers(spec)
+    return speed.Transformers(spec)
 
 
 # -- the systems that minikv's own benchmarks do not know --------------------------------------
@@ -212,7 +212,7 @@ def export(spec: networks.Spec, folder: Path) -> None:
 
     The tokenizer is the bundled model's, whose words mean nothing here: converters ask for one.
     """
-    model = systems.Transformers(spec).model
+    model = speed.Transformers(spec).model
     model.config.max_position_embeddings = 1 << 17
     model.save_pretrained(folder)
     for path in BUNDLED.glob("tokenizer*"):

@@ -24,7 +24,7 @@ from minikv.chat.answer import Answer, loops
 from minikv.chat.answer import looping as line
 from minikv.chat.session import ChatSession
 from minikv.checks import stop_texts
-from minikv.cli.settings.values import worded
+from minikv.cli.settings.config import worded
 from minikv.engine.sampling import WINDOW, Sampling, pick
 from minikv.errors import NumericsError, UsageError
 

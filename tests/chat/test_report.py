@@ -24,7 +24,7 @@ from minikv.chat.report import (
     percent_saved,
     size,
 )
-from minikv.cli.records import report_of
+from minikv.cli.saved.listing import report_of
 from minikv.cli.screen import render
 
 MIB = 1 << 20

@@ -21,9 +21,9 @@ from fakes import END, ByteTokenizer, ThinkML
 
 from minikv.chat.session import ChatSession
 from minikv.cli.chat.slash import Context
-from minikv.cli.export import command, page
-from minikv.cli.export.command import rendered
+from minikv.cli.export import page
 from minikv.cli.export.facts import ChatFacts, gather
+from minikv.cli.export.page import rendered
 from minikv.errors import UsageError
 
 
@@ -49,7 +49,7 @@ def bits(text: str) -> list[int]:
 
 def test_the_json_has_the_facts_of_the_chat() -> None:
     session = spoken()
-    made: Any = json.loads(rendered(gather(session), "json"))
+    made: Any = json.loads(rendered(gather(session), ".json"))
     assert [(t["question"], t["answer"], t["documents"]) for t in made["turns"]] == [
         ("who?", session.messages[2].content, [0, 1]),
         ("why?", session.messages[4].content, []),
@@ -86,7 +86,7 @@ def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> Non
         shown = "".join(piece or "" for piece in facts.text[begin:end])
         assert (shown, session.fed[end : end + 1]) == ("Ada", [END] if number == 1 else [])
     folded = f"<details><summary>thought for {len(text) - 5} tokens</summary>"
-    assert page.render(facts).count(folded) == page.as_markdown(facts).count(folded) == 2
+    assert page.render(facts).count(folded) == 2
 
 
 def test_sections_hold_the_texts() -> None:
@@ -207,11 +207,9 @@ def test_no_character_of_foreign_text_is_hidden_or_acts(facts: ChatFacts) -> Non
     lone = replace(facts, turns=(turn,), text=("\ud800", *facts.text[1:]))
     acting = "[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     for made in (hostile(), lone):
-        for kind in ("page", "markdown"):
-            assert not re.search(acting, rendered(made, kind))
-    assert "⟨U+D800⟩" in rendered(lone, "markdown")
-    assert rendered(lone, "page").count("⟨U+D800⟩") == 2
-    text = Elements(rendered(hostile(), "page")).text
+        assert not re.search(acting, rendered(made, ".html"))
+    assert rendered(lone, ".html").count("⟨U+D800⟩") == 2
+    text = Elements(rendered(hostile(), ".html")).text
     assert "␛]0;owned␇" in text
     assert "⟨U+202E⟩gnp.exe" in text
     assert "{{ 7 * 7 }} {% raw %}⟨U+2028⟩" in text
@@ -288,40 +286,10 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
     turn = replace(facts.turns[0], answer=text)
     html = page.render(replace(facts, turns=(turn, *facts.turns[1:])))
     assert made in html
+    assert ("document 2" in html, "document 3" in html) == (True, False)  # the nameless one
     tags = Elements(html).tags
     assert not [tag for tag, _ in tags if tag in ("img", "a")]
     assert not [name for _, names in tags for name in names if name in ("style", "onload")]
-
-
-# The transcript ------------------------------------------------------------------------------
-
-
-def test_the_transcript_has_the_words_and_the_figures(facts: ChatFacts) -> None:
-    text = page.as_markdown(facts)
-    report = facts.turns[1].report
-    assert f"> {facts.turns[1].answer}\n" in text
-    assert f"| kept | {report.tokens.kept_mean:,.1f} of" in text
-    assert f"({report.saved})" in text
-    assert "With story.txt, 12 characters." in text
-    html = page.render(facts)
-    assert "document 2" in html, "the nameless one"
-    assert "document 3" not in html
-    assert text.count("\n## Question") == 2
-
-
-def test_an_answer_cannot_leave_its_quotation() -> None:
-    session = chat()
-    question = "```\n# Heading\n| a | b |\n<img src=x>\n![x](http://evil)\n\\<b>\n</details>"
-    list(session.ask(question))
-    lines = page.as_markdown(gather(session)).splitlines()
-    asked = [line for line in lines if line.startswith(">")]
-    for part in ("# Heading", "| a | b |", "&lt;img src=x>", "!\\[x](http://evil)", "```"):
-        assert f"> {part}" in asked
-    assert not [line for line in lines if re.search(r"<[A-Za-z/!?]", line)]
-    assert [line for line in lines if line.startswith("#")] == [
-        "# Chat with someone/fake-7B @ abc",
-        "## Question 1",
-    ]
 
 
 # The command ---------------------------------------------------------------------------------
@@ -333,12 +301,12 @@ def context() -> Context:
 
 
 def run(context: Context, *arguments: object) -> str:
-    return typed.run(command.COMMANDS, context, "export", *map(str, arguments))
+    return typed.run(page.COMMANDS, context, "export", *map(str, arguments))
 
 
 @pytest.mark.parametrize(
     ("name", "start"),
-    [("a.html", "<!doctype html>"), ("b.MD", "# Chat with"), ("c d.json", '{\n "format"')],
+    [("a.html", "<!doctype html>"), ("b.HTML", "<!doctype html>"), ("c d.json", '{\n "format"')],
 )
 def test_export_writes_what_the_name_says_and_replaces_only_when_told(
     context: Context, tmp_path: Path, name: str, start: str
@@ -371,7 +339,8 @@ def test_export_writes_what_the_name_says_and_replaces_only_when_told(
         (["folder.html"], "not a regular file"),
         (["folder.html", "--force"], "not a regular file"),
         (["link.html", "--force"], "not a regular file"),
-        (["x" * 300 + ".md"], "File name too long"),
+        (["a.md"], "writes no Markdown"),
+        (["x" * 300 + ".html"], "File name too long"),
     ],
 )
 def test_export_refuses(
@@ -389,7 +358,7 @@ def test_export_refuses(
     assert sorted(os.listdir(tmp_path)) == ["folder.html", "link.html"]
     context.session.turns.clear()
     with pytest.raises(UsageError, match="nothing to export"):
-        run(context, "a.md")
+        run(context, "a.html")
 
 
 @pytest.mark.parametrize(
@@ -406,17 +375,17 @@ def test_a_failed_write_leaves_what_was_there(
     broken: str,
     error: BaseException,
 ) -> None:
-    path = tmp_path / "a.md"
+    path = tmp_path / "a.html"
     path.write_text("mine")
 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(f"minikv.cli.export.command.os.{broken}", fail)
+    monkeypatch.setattr(f"minikv.cli.export.page.os.{broken}", fail)
     with pytest.raises((UsageError, KeyboardInterrupt), match="No space left"):
         run(context, path, "--force")
     assert path.read_text() == "mine"
-    assert os.listdir(tmp_path) == ["a.md"]
+    assert os.listdir(tmp_path) == ["a.html"]
 
 
 PATHS = ("/home/ada/models/Some-3B", "~/models/Some-3B", "./Some-3B", "../models/Some-3B/")
@@ -435,7 +404,7 @@ def test_no_export_names_a_folder_of_this_machine(model: str, tmp_path: Path) ->
     session.turns[-1] = replace(turn, report=replace(turn.report, warnings=told))
     facts = gather(session)
     assert facts.model.name == ("owner/Some-3B" if model == "owner/Some-3B" else "Some-3B")
-    for made in (rendered(facts, kind) for kind in ("page", "markdown", "json")):
+    for made in (rendered(facts, kind) for kind in ("page", "markdown", ".json")):
         for part in ("/home", "~/", "../", str(tmp_path), "/models"):
             assert part not in made.replace("\\", "")
     first, second, third = facts.turns[-1].report.warnings

@@ -13,7 +13,7 @@ import pytest
 from typed import invoke
 
 from minikv.cli import paths
-from minikv.cli.saved import tier
+from minikv.cli.saved import keeper
 from minikv.cli.saved.database import new_folder
 from minikv.cli.screen.editor import history_in
 from minikv.errors import UsageError
@@ -71,7 +71,7 @@ def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda: invoke("config", "set", "seed", "3"),
         lambda: history_in(paths.history_file()),
         lambda: new_folder("chat"),
-        lambda: tier.place({}, saved=False),
+        lambda: keeper.place({}, saved=False),
     ],
 )
 @pytest.mark.parametrize("own", [True, False])

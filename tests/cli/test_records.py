@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from minikv.cli import records
+from minikv.cli import paths
 from minikv.cli.eval.items import read_items
-from minikv.cli.records import CONTAINERS, ITEMS, refuse_many
+from minikv.cli.paths import CONTAINERS, ITEMS, refuse_many
 from minikv.errors import UsageError
 
 OPEN, ITEM = b"{},", b"1,"
@@ -36,8 +36,8 @@ def test_many_parts_are_refused(data: bytes) -> None:
 def test_only_what_is_outside_of_texts_counts(
     text: bytes, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "CONTAINERS", 5)
-    monkeypatch.setattr(records, "ITEMS", 5)
+    monkeypatch.setattr(paths, "CONTAINERS", 5)
+    monkeypatch.setattr(paths, "ITEMS", 5)
     if refused:
         with pytest.raises(ValueError, match="are too many"):
             refuse_many(text)
@@ -46,20 +46,20 @@ def test_only_what_is_outside_of_texts_counts(
 
 
 def test_a_long_text_costs_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "CONTAINERS", 5)
+    monkeypatch.setattr(paths, "CONTAINERS", 5)
     refuse_many(b'"' + b"{\\n" * (1 << 20) + b'"')
     refuse_many(b'"' + b'{\\"' * (1 << 20))  # without end: it took hours
 
 
 def test_many_short_texts_cost_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """45 bytes for each byte, when what is between all of them was kept at once."""
-    monkeypatch.setattr(records, "ITEMS", 5)
+    monkeypatch.setattr(paths, "ITEMS", 5)
     data = b'["' + b'{", "[' * (1 << 18) + b'"'
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match="are too many"):
             refuse_many(data)
-        monkeypatch.setattr(records, "ITEMS", 1 << 18)
+        monkeypatch.setattr(paths, "ITEMS", 1 << 18)
         refuse_many(data)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:

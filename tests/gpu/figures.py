@@ -56,7 +56,7 @@ from minikv.cache.tier import Tier
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine
 from minikv.cli.bench import networks
-from minikv.cli.bench.systems import Cached, Transformers
+from minikv.cli.bench.speed import Cached, Transformers
 from minikv.engine.capture import Eager, captured
 from minikv.engine.decode_loop import DecodeLoop
 from minikv.kernels import dispatch
@@ -189,7 +189,7 @@ class Bench:
             torch.cuda.reset_peak_memory_stats(self.device)
         ids = networks.prompt(tokens, net.config.vocab)
         read_s = one.read(ids, ROOM)
-        memory, stats = self.memory(), one.stats()
+        memory, stats = self.memory(), one.engine.kv.stats()
         planned = self._planned(eviction, net, tokens)
         what = policy if policy == "full" else f"{policy} {self.budget(rows)} + {decode}"
         told: dict[str, Any] = {

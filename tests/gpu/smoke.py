@@ -46,7 +46,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import networks
-from minikv.cli.bench.systems import Cached
+from minikv.cli.bench.speed import Cached
 from minikv.engine.capture import Eager
 from minikv.engine.decode_loop import DecodeLoop
 from minikv.engine.engine import Engine

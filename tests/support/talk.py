@@ -9,7 +9,7 @@ import pytest
 from typed import context
 
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import undo_commands
+from minikv.cli.chat import answer_commands
 from minikv.cli.chat.slash import Context
 from minikv.cli.chat.turn import run_turn
 from minikv.cli.saved import commands
@@ -19,7 +19,7 @@ from minikv.settings import Generation
 
 RUN = {
     word: command.run
-    for command in (*undo_commands.COMMANDS, *commands.COMMANDS)
+    for command in (*answer_commands.COMMANDS, *commands.COMMANDS)
     for word in command.words
 }
 

@@ -143,7 +143,7 @@ def context(
     terminal = terminal or screen()
     keeper = Keeper(terminal, active=save)
     generation = generation or Generation(max_tokens=5)
-    return Context(session, terminal, "strict", generation, Interrupts(), keeper, **given)
+    return Context(session, terminal, generation, Interrupts(), keeper, **given)
 
 
 def run(commands: Iterable[Command], context: Context, word: str, *arguments: str) -> str:

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.asked import Bench
-from minikv.cli.bench import networks, speed, systems
-from minikv.cli.bench.systems import Cached, Transformers
+from minikv.cli.bench import networks, speed
+from minikv.cli.bench.speed import Cached, Transformers
 from minikv.cli.main import _resume_alone, app
 from minikv.cli.measure import STDOUT
 from minikv.cli.screen.terminal import Terminal
@@ -30,7 +30,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "bandwidth", lambda device: networks.read_rate(1 << 20, 1))
 
 
-# -- steps and prompts of several systems, in turns, beside floors computed ------------------
+# -- steps and prompts of several speed, in turns, beside floors computed ------------------
 
 
 TINY = networks.find("TINY")
@@ -108,7 +108,7 @@ def test_int8_weights_and_cache_are_bytes_less() -> None:
 
 
 def test_a_peer_that_fails_costs_only_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fails(systems.Transformers):
+    class Fails(speed.Transformers):
         def __init__(self, *arguments: object) -> None: ...
 
         def read(self, ids: list[int], room: int = 0) -> float:
@@ -120,7 +120,7 @@ def test_a_peer_that_fails_costs_only_its_own_rows(monkeypatch: pytest.MonkeyPat
             return 1.0
 
     monkeypatch.setattr(speed, "Transformers", Fails)
-    monkeypatch.setattr(systems, "installed", lambda: True)
+    monkeypatch.setattr(speed, "installed", lambda: True)
     made = measured(policy="full", length="128,64", peer=True)
     names = [(row["length"], row["system"]) for row in made["rows"]]
     assert names == [(128, "minikv"), (64, "minikv"), (64, "transformers")]
@@ -181,7 +181,7 @@ def test_no_step_is_launched_beyond_those_that_are_timed() -> None:
     assert cached.engine.kv.position == 16 + 3
 
 
-@pytest.mark.skipif(not systems.installed(), reason="transformers is not there")
+@pytest.mark.skipif(not speed.installed(), reason="transformers is not there")
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_computes_with_the_same_weights(tied: bool) -> None:
     spec = networks.Spec(replace(TINY, tied=tied), dtype="float32")
@@ -281,14 +281,14 @@ def test_all_is_steps_and_prompts_of_one_network(
 def test_what_was_measured_is_shown_when_a_run_ends_early(
     error: type[BaseException], code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    read = systems.Cached.read
+    read = speed.Cached.read
 
-    def stops(self: systems.Cached, ids: list[int], room: int = 256) -> float:
+    def stops(self: speed.Cached, ids: list[int], room: int = 256) -> float:
         if len(ids) == 64:
             raise error
         return read(self, ids, room)
 
-    monkeypatch.setattr(systems.Cached, "read", stops)
+    monkeypatch.setattr(speed.Cached, "read", stops)
     path = tmp_path / "part.json"
     flags = ("decode", *FLAGS, "--steps", "2", "--no-peer", "--json")
     out = bench(*flags, str(path), "--length", "128,64")

@@ -124,7 +124,7 @@ def test_copy_says_what_to_do_where_it_cannot(
     assert result.exit_code == 2
     assert "there is no answer to copy" in result.stderr
     assert "/copy needs a terminal" in result.stderr
-    assert "/export FILE.md" in result.stderr
+    assert "/export FILE.html" in result.stderr
     assert "\x1b" not in result.output
     monkeypatch.setattr(answer_commands, "MOST", 3)
     result = world.run("chat", document, input="Who?\n/copy\n")

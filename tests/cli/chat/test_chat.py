@@ -215,12 +215,12 @@ def test_help_has_a_narrow_first_column(
     world: World, document: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = world.run("chat", document, input="/help\n/help kept\n").stderr.splitlines()
-    assert "/stats                    what the last turn cost, measured" in lines
+    assert "/stats                   what the last turn cost, measured" in lines
     shown = [i for i, line in enumerate(lines) if line.startswith("/kept ")]
     assert len(shown) == 2
     for i in shown:
         assert lines[i].endswith('"TEXT"]')
-        assert re.match(r" {26}\S", lines[i + 1])
+        assert re.match(r" {25}\S", lines[i + 1])
     monkeypatch.setenv("COLUMNS", "50")  # where it would leave too little
     lines = world.run("chat", document, input="/help\n").stderr.splitlines()
     assert lines[lines.index("/stats") + 1] == "    what the last turn cost, measured"

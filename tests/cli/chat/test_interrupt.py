@@ -164,17 +164,19 @@ def test_ctrl_c_stops_what_runs_and_takes_back_what_was_typed_ahead(talk: Termin
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_two_interrupts_within_two_seconds_leave(talk: Terminals, asked: bool) -> None:
+    """What was written of an answer is saved, and a last line says how to continue."""
     if asked:
         talk.type("first?\r")
-        talk.until("\n")
-        time.sleep(0.5)
-    talk.type("\x03")
-    time.sleep(0.02)
-    if not asked:
+        talk.until(ANSWER)
+        talk.type("\x03")
+        time.sleep(0.01)
+    else:
+        talk.type("\x03")
         talk.until("Ctrl-D or /exit leaves")
         talk.ready()
     talk.type("\x03")
     assert talk.code() == 130
+    assert ("continues this chat" in talk.seen) == asked
 
 
 @pytest.mark.parametrize("typed", [True, False])

@@ -20,9 +20,8 @@ from typed import context, on_screen
 
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
-from minikv.cli.chat import kept, kept_view
-from minikv.cli.chat.kept import Kept, Part
-from minikv.cli.chat.kept_view import SHADES
+from minikv.cli.chat import kept
+from minikv.cli.chat.kept import SHADES, Kept, Part
 from minikv.cli.screen.terminal import Screen
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
@@ -157,12 +156,6 @@ def test_documents_are_found_in_order() -> None:
     assert kept.locate(spans, documents) == [Part("a", 3, 7), None, Part("document 3", 10, 14)]
 
 
-def test_pieces_within_positions() -> None:
-    spans = kept.spell(ByteTokenizer(), [BOS, *b"ab", BOS, *b"cd"])
-    assert spans.token == (1, 2, 4, 5)
-    assert [spans.token[k] for k in spans.within(2, 5)] == [2, 4]
-
-
 # -- pages ----------------------------------------------------------------------------------
 
 
@@ -176,14 +169,14 @@ def random_facts(text: str, seed: int = 0, names: tuple[str, ...] = ("story.txt"
 @pytest.mark.parametrize("colour", [False, True])
 def test_the_text_fits_and_is_all_there(width: int, colour: bool) -> None:
     text = STORY + HOSTILE + "中文😀" * 60 + " word" * 80
-    lines = kept_view.page(random_facts(text), Screen(width, colour), whole=True)
+    lines = kept.page(random_facts(text), Screen(width, colour), whole=True)
     plain = [ESCAPE.sub("", line) for line in lines]
     assert (plain == lines) != colour
     for line in plain:
         assert not {*"\x1b\x9b\u202e\r"} & {*line}
         assert cell_len(line) <= width
     read = "".join(line[7:] for line in plain)
-    assert "".join(kept_view.shown(text).split()) in "".join(read.split())
+    assert "".join(kept.shown(text).split()) in "".join(read.split())
 
 
 def test_gutter_is_the_mean_of_the_line() -> None:
@@ -192,7 +185,7 @@ def test_gutter_is_the_mean_of_the_line() -> None:
     held[:, :, 1:5] = True  # abcd, everywhere
     held[0, 0, 6:8] = True  # e and f in one head of six: a twelfth of the line
     found = facts(text, held)
-    lines = kept_view.page(found, Screen(), whole=False)
+    lines = kept.page(found, Screen(), whole=False)
     assert lines[-3:] == ["█ 100% abcd", "▁   8% efgh", "    0% ijkl"]
 
 
@@ -200,7 +193,7 @@ def test_shade_of_each_token() -> None:
     held = torch.zeros(2, 4, 5, dtype=torch.bool)
     held[:, :, 1] = True
     held[0, 0, 2] = True
-    line = kept_view.page(facts("abcd", held), Screen(colour=True), whole=False)[-1]
+    line = kept.page(facts("abcd", held), Screen(colour=True), whole=False)[-1]
 
     def shade(level: int) -> str:
         return f"\x1b[48;5;{SHADES[level][0]};38;5;{SHADES[level][1]}m"
@@ -232,31 +225,15 @@ def test_the_beginning_fits_on_the_screen_with_the_prompt(
 ) -> None:
     found = random_facts("".join(f"line {i} of the document that is read\n" for i in range(120)))
     screen, first = Screen(width, colour, height), ["summary"] * (height > 8)
-    lines = kept_view.page(found, screen, first, whole=False)
-    assert len(lines) <= max(height - 3, kept_view.LEAST + 4)
-    whole = kept_view.page(found, screen, first, whole=True)
+    lines = kept.page(found, screen, first, whole=False)
+    assert len(lines) <= max(height - 3, kept.LEAST + 4)
+    whole = kept.page(found, screen, first, whole=True)
     assert lines[:-1] == whole[: len(lines) - 1]
     more = len(whole) - len(lines) + 1
     assert lines[-1] == f"/kept all shows the other {more} lines, too"
 
 
-# -- passages and phrases -------------------------------------------------------------------
-
-
-def test_best_kept_passages() -> None:
-    found = random_facts("abcdefghij" * 12, 3, ("doc",))
-    got = kept_view.passages(found, 4)
-    share = found.share().tolist()
-    means = {t: sum(share[t : t + 12]) / 12 for t in range(1, 110)}
-    for run in got:
-        assert run.share == pytest.approx(means.pop(found.spans.token[run.first]))
-        means = {t: m for t, m in means.items() if abs(t - found.spans.token[run.first]) >= 12}
-        later = [r.share for r in got if r.first != run.first and r.share <= run.share]
-        assert all(m <= run.share + 1e-9 for m in means.values()) or later
-    shares = [run.share for run in got]
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] == pytest.approx(max(sum(share[t : t + 12]) / 12 for t in range(1, 110)))
-    assert len(got) == 4
+# -- a phrase -------------------------------------------------------------------------------
 
 
 def in_document(text: str, document: str, held: torch.Tensor) -> Kept:
@@ -266,25 +243,6 @@ def in_document(text: str, document: str, held: torch.Tensor) -> Kept:
     return Kept(held, spans, (part,))
 
 
-def test_passages_stay_in_the_documents() -> None:
-    text = "question " * 3 + "the document itself" + " answer" * 3
-    held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
-    held[:, :, :27] = True
-    held[0, 0, 30:40] = True
-    found = in_document(text, "the document itself", held)
-    first = [found.spans.token[run.first] for run in kept_view.passages(found, 9)]
-    assert all(28 <= token <= 46 for token in first)
-    lines = kept_view.top(found, 80).split("\n")
-    assert "best-kept passages of the documents" in lines[0]
-    assert re.match(r"█  1\d% tok \d\d  ", lines[1])
-
-
-def test_top_of_a_full_and_of_an_empty_cache() -> None:
-    assert kept_view.top(facts("abc"), 80) == "every head holds every token: nothing is evicted"
-    gone = facts("abc", torch.zeros(2, 3, 4, dtype=torch.bool))
-    assert kept_view.top(gone, 80) == "no head holds anything of the chat"
-
-
 def test_find_counts_heads_that_hold_all_of_a_phrase() -> None:
     text = "one net\ndebt two Net Debt three"
     held = torch.zeros(4, 3, 1 + len(text), dtype=torch.bool)
@@ -292,7 +250,7 @@ def test_find_counts_heads_that_hold_all_of_a_phrase() -> None:
     held[2:, 1, 5:13] = True
     held[3, 2, 7] = True  # a letter of it
     held[1, 0, 18:25] = True  # the second place but for its last letter
-    assert kept_view.find(facts(text, held), "net debt", 80).split("\n") == [
+    assert kept.find(facts(text, held), "net debt", 80).split("\n") == [
         "tok 5 to 12  chat  whole in 3 of 12 heads (25%), in part in 1 more",
         "  one net debt two Net Debt three",
         "tok 18 to 25  chat  whole in 0 of 12 heads (0%), in part in 1 more",
@@ -308,7 +266,7 @@ def test_find_says_what_is_likely_lost() -> None:
 
     def verdict(names: tuple[str, ...] = ("doc",)) -> str:
         found = facts(text, held, names)
-        return kept_view.find(found, "fact", 200).split("\n")[-1]
+        return kept.find(found, "fact", 200).split("\n")[-1]
 
     assert verdict() == f"gone from this cache; {again}"
     held[0, 0, 6] = True
@@ -326,27 +284,27 @@ def test_a_copy_in_the_question_does_not_count_for_the_document() -> None:
     held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
     held[:, :, 16:] = True
     found = in_document(text, "document: fact.", held)
-    lines = kept_view.find(found, "fact", 80).split("\n")
+    lines = kept.find(found, "fact", 80).split("\n")
     assert lines[0].startswith("tok 11 to 14  d.txt  ")
     assert lines[2].startswith("tok 27 to 30  chat  ")
     assert lines[-1].startswith("gone from the documents in this cache")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_phrases_and_passages_fit_and_are_filtered(width: int) -> None:
+def test_phrases_fit_and_are_filtered(width: int) -> None:
     text = f"{HOSTILE} 中文字 needle 中文字 " * 30
     found = random_facts(text, names=("a\x1b[2J\nb中" * 20,))
-    told = [kept_view.find(found, word, width) for word in ("needle", "evil", "\x1b[31m[b]no" * 2)]
-    lines = on_screen("\n".join([*told, kept_view.top(found, width)]), width)
+    told = [kept.find(found, word, width) for word in ("needle", "evil", "\x1b[31m[b]no" * 2)]
+    lines = on_screen("\n".join(told), width)
     text = " ".join(lines)
-    assert text.count("whole in") == 2 * kept_view.LISTED
-    assert text.count(f"and {30 - kept_view.LISTED} more places") == 2
+    assert text.count("whole in") == 2 * kept.LISTED
+    assert text.count(f"and {30 - kept.LISTED} more places") == 2
     assert "中文字 needle 中" in text
 
 
 def test_no_such_phrase() -> None:
     missing = "no '[red]x' among the 4 tokens fed so far"
-    assert kept_view.find(facts("abc"), "[red]x", 80) == missing
+    assert kept.find(facts("abc"), "[red]x", 80) == missing
 
 
 # -- the command ----------------------------------------------------------------------------
@@ -363,35 +321,35 @@ def asked() -> ChatSession:
 def test_how_much_was_kept_stands_over_the_text() -> None:
     full = chat("full", "none", net=network((None, 40, None)))
     list(full.ask("Who?", 2))
-    assert "every head holds every token" in kept_view.summary(full, kept.read(full), 80)
+    assert "every head holds every token" in kept.summary(full, kept.read(full), 80)
     list(full.ask("And then what came after that in the end?", 2))
-    text = kept_view.summary(full, kept.read(full), 80)
+    text = kept.summary(full, kept.read(full), 80)
     assert "1 of 3 layers see the last 40 tokens at the most, whatever the policy" in text
 
 
 def test_before_the_first_turn() -> None:
-    said = typed.run(kept_view.COMMANDS, context(chat()), "kept")
+    said = typed.run(kept.COMMANDS, context(chat()), "kept")
     assert said == "no turn yet: nothing has been read\n"
 
 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("2|bottom|all 2|top 3|find|find net debt", "does not take"),
+        ("2|bottom|all 2|find|find net debt", "does not take"),
     ],
 )
 def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
     for line in lines.split("|"):
         with pytest.raises(UsageError, match=re.escape(said)):
-            kept_view._kept(context(asked), line.split())
+            kept._kept(context(asked), line.split())
 
 
 @pytest.mark.parametrize(
     "line",
-    ["", "all", "top", "find mill"],
+    ["", "all", "find mill"],
 )
 def test_output_is_plain_text_on_stderr(asked: ChatSession, line: str) -> None:
-    err = typed.run(kept_view.COMMANDS, context(asked), "kept", *line.split())
+    err = typed.run(kept.COMMANDS, context(asked), "kept", *line.split())
     assert err.endswith("\n")
     assert len(err) > 20
     assert "\x1b" not in err

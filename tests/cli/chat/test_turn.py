@@ -12,7 +12,6 @@ from typed import said as told
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import demo
 from minikv.cli.chat.turn import TOY, note_report, record, run_turn
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.failures import Interrupts
@@ -25,7 +24,7 @@ ENGLISH = (
     "The quarterly report shows that revenue grew by eleven percent, mostly because customers in "
     "northern Europe renewed their contracts earlier than expected. "
 )
-CODE = Path(demo.__file__).read_text()
+CODE = Path(render.__file__).read_text()
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +97,7 @@ def test_the_whole_sample_is_of_its_world(session: ChatSession) -> None:
     assert least > 4
 
 
-def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
+def test_it_is_said_once_a_document_and_in_the_header(
     session: ChatSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session.reset()
@@ -110,11 +109,6 @@ def test_it_is_said_once_a_document_in_the_header_and_at_the_end_of_the_demo(
     for times in (1, 0):  # the second question brings no document
         run_turn(session, "Who?", Generation(max_tokens=1), Terminal(), Interrupts())
         assert capsys.readouterr().err.count(TOY) == times
-    end = demo._END.splitlines()[-1]
-    assert end == (
-        "The bundled model is a toy that knows only its own made-up world: your documents need "
-        "-m NAME."
-    )
 
 
 def test_the_header_names_the_form_of_the_weights(

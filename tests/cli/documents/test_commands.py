@@ -16,7 +16,7 @@ from typed import context, fake_chat
 import minikv
 from minikv.chat.session import ChatSession
 from minikv.cli.chat import kept
-from minikv.cli.documents import commands, named
+from minikv.cli.documents import commands
 from minikv.cli.documents.commands import usage
 from minikv.cli.screen import render
 from minikv.errors import Interrupted, UsageError
@@ -88,19 +88,6 @@ def test_one_bad_file_adds_none(run: Run, session: ChatSession, tmp_path: Path) 
     assert session.pending == []
 
 
-def test_invalid_bytes_are_refused_with_their_place_and_read_on_request(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
-    path = file(tmp_path, "la tin.txt", b"caf\xe9 and na\xefve text")
-    with pytest.raises(UsageError, match=r"not valid UTF-8: byte 3 \(0xe9\)") as error:
-        run("add", path)
-    assert error.value.hint.startswith(f"/add --replace '{path}' reads it anyway and counts")
-    assert session.pending == []
-    said = run("add", "--replace", path)
-    assert "la tin.txt: 2 invalid UTF-8 sequences were read as U+FFFD" in said
-    assert session.pending[0].text == "caf\ufffd and na\ufffdve text"
-
-
 def test_a_directory_is_a_line_a_file(run: Run, session: ChatSession, tmp_path: Path) -> None:
     for n in range(9):
         file(tmp_path / "d", f"{n}.txt")
@@ -114,22 +101,16 @@ def test_a_directory_is_a_line_a_file(run: Run, session: ChatSession, tmp_path: 
     ]
 
 
-def test_ctrl_c_stops_a_loader_and_not_the_chat(
+def test_ctrl_c_stops_a_parser_and_not_the_chat(
     run: Run, session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = named.read_file
-    press = (
-        f"{sys.executable} -c 'import os,signal,time; os.kill({os.getpid()}, signal.SIGINT); "
-        "time.sleep(60)' {path}"
-    )
-
-    def with_loader(path: str, errors: str, loaders: object, **rest: object) -> named.Text:
-        return read(path, errors, {".slow": press}, **rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(named, "read_file", with_loader)
+    parser = tmp_path / "python"
+    parser.write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\nsleep 60\n")
+    parser.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(parser))
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted, match="stopped reading") as stopped:
-        run("add", file(tmp_path, "x.slow"))
+        run("add", file(tmp_path, "x.html"))
     assert stopped.value.hint == "nothing was added"
     assert session.pending == []
     assert signal.getsignal(signal.SIGINT) is before

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from minikv.cli.documents import loaders, markup
+from minikv.cli.documents import child
 from minikv.cli.documents.named import Reader, read
+from minikv.cli.documents.parsers import markup
 from minikv.cli.documents.text import read_bytes
 from minikv.errors import UsageError
 
@@ -38,7 +39,7 @@ def docx(body: str, before: str = "") -> bytes:
 def as_text(data: bytes) -> str:
     """What the child makes of it, in this process; its reason is an error here."""
     written: list[str] = []
-    if why := loaders.attempt(markup.child, data, written.append):
+    if why := child.attempt(markup, data, written.append):
         raise UsageError(why)
     return "".join(written).strip()
 
@@ -139,7 +140,7 @@ def test_what_is_no_word_file_is_one_line(case: str) -> None:
 
 def test_without_the_extra_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mammoth", None)
-    assert "pip install 'minikv[docx]'" in loaders.attempt(markup.child, docx("x"), print)
+    assert "pip install 'minikv[docx]'" in child.attempt(markup, docx("x"), print)
 
 
 def test_a_directory_has_its_pages_and_word_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""PDFs, good, odd and hostile: the text of every page or one line that says why not; loaders."""
+"""PDFs, good, odd and hostile: the text of every page or one line that says why not."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from pathlib import Path
 import pypdf
 import pytest
 
-from minikv.cli.documents import loaders, pdf
-from minikv.cli.documents import text as documents
-from minikv.cli.documents.loaders import command_for, run
-from minikv.cli.documents.pdf import child, is_pdf, read_pdf
+from minikv.cli.documents import child as child_process
+from minikv.cli.documents import parsers
+from minikv.cli.documents.child import run
+from minikv.cli.documents.parsers import is_pdf, read_pdf
+from minikv.cli.documents.parsers import pdf as child
 from minikv.cli.documents.text import read_bytes, read_file
 from minikv.errors import Interrupted, UsageError
 
@@ -146,18 +147,20 @@ def test_a_page_that_cannot_be_read_is_not_an_empty_one() -> None:
 
 def test_pages_are_listed_as_long_as_they_are_few() -> None:
     text = "a\f\f\0\fb\f\f\f"
-    made = pdf._judge(text, "x.pdf")
+    made = parsers._judge(text, "x.pdf")
     assert made.facts.startswith("6 pages, ")
     assert made.gaps == (
         "pages 2, 5 and 6 gave no text (a scan? ocrmypdf recognises it); "
         "page 3 could not be read (damaged?)"
     )
-    assert pdf._judge("a\f" + "\f" * 9, "x.pdf").gaps.startswith("9 pages (2, 3, 4, 5, ...) gave")
+    assert parsers._judge("a\f" + "\f" * 9, "x.pdf").gaps.startswith(
+        "9 pages (2, 3, 4, 5, ...) gave"
+    )
 
 
 def test_pages_whose_words_run_together_are_named() -> None:
     good = "Donaudampfschifffahrtsgesellschaft and floccinaucinihilipilification, " + "more " * 40
-    gaps = pdf._judge(f"{good}\f{good.replace(' ', '')}\f{'好的' * 99}\f", "x.pdf").gaps
+    gaps = parsers._judge(f"{good}\f{good.replace(' ', '')}\f{'好的' * 99}\f", "x.pdf").gaps
     assert gaps.startswith("words run together on page 2; try pdftotext")
 
 
@@ -165,7 +168,7 @@ def test_marks_of_our_own_in_a_text_are_only_text(monkeypatch: pytest.MonkeyPatc
     text = "a\fb\0c\ud83d\ude00\udc00"
     monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self, **more: text)
     assert pages_of(document("x")) == ["a\ufffdb\ufffdc\ud83d\ude00\udc00"]
-    assert loaders.utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
+    assert child_process.utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
 
 
 IDENTITY = composite(b"/Identity-H")
@@ -229,7 +232,7 @@ def test_characters_that_mean_nothing_are_counted_in_one_note_a_page(
         font=font,
         more=[table(letters, wide=wide)] if letters is not None else [],
     )
-    found = pdf._judge("".join(f"{page}\f" for page in pages_of(data)), "x.pdf")
+    found = parsers._judge("".join(f"{page}\f" for page in pages_of(data)), "x.pdf")
     assert found.text.startswith(text)
     assert "page 2 gave no text" in found.gaps
     assert found.gaps.count("page 1") == bool(counted)
@@ -306,12 +309,12 @@ def test_odd_and_hostile_files_end_in_one_line(data: bytes, words: str) -> None:
 
     def read() -> None:
         # As `serve` and `read_pdf` put it together, without a process for each.
-        why = loaders.attempt(child, data, written.append)
+        why = child_process.attempt(child, data, written.append)
         if why:
             what, _, hint = why.partition(": ")
             assert hint
             raise UsageError(f"x.pdf {what}", hint)
-        pdf._judge("".join(written), "x.pdf")
+        parsers._judge("".join(written), "x.pdf")
 
     assert words in str(refused(read))
 
@@ -357,7 +360,7 @@ def test_what_a_reader_may_take_is_bounded(
     if what == "memory":
         large = zlib.compress(b"% comment\n" * 7_000_000, 1)
         data = document("", drawn=[stream(large, b"/Filter /FlateDecode")])
-        monkeypatch.setattr(loaders, "MEMORY", 96 << 20)
+        monkeypatch.setattr(child_process, "MEMORY", 96 << 20)
     elif what == "text":
         limit = 100
     else:
@@ -371,7 +374,7 @@ def test_ctrl_c_stops_the_reading() -> None:
         read_pdf(document("x"), "x.pdf", limit=LIMIT, stopped=lambda: True)
 
 
-# -- loaders --------------------------------------------------------------------------------
+# -- the child --------------------------------------------------------------------------------
 
 
 def program(folder: Path, name: str, script: str) -> Path:
@@ -379,67 +382,6 @@ def program(folder: Path, name: str, script: str) -> Path:
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return path
-
-
-def test_the_longest_extension_wins_in_any_case() -> None:
-    table = {".gz": "one", "tar.gz": "two", ".DOCX": "three", "": "four", ".": "five"}
-    assert command_for("/a.docx/x.TAR.GZ", table) == "two"
-    assert command_for("x.gz", table) == "one"
-    assert command_for("x.Docx", table) == "three"
-    assert command_for("docx", table) is None
-    assert command_for("x.txt", table) is None
-
-
-def test_a_loader_gets_one_argument_and_no_shell(tmp_path: Path) -> None:
-    path = tmp_path / "-n $(touch hacked); 'x'.docx"
-    path.write_bytes(b"PK\x03\x04 not text at all")
-    script = program(tmp_path, "show", 'printf "%s|" "$#" "$@"')
-    found = read_file(str(path), loaders={".docx": f"{script} -t 'two words' {{path}}"})
-    assert found.text == f"3|-t|two words|{path}|"
-    assert found.name == path.name
-    assert found.facts == f"{len(found.text)} characters from show"
-    assert not (tmp_path / "hacked").exists()
-
-
-def test_a_relative_name_cannot_pass_for_an_option(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("-rf.docx").write_text("x")
-    assert read_file("-rf.docx", loaders={".docx": "/bin/echo {path}"}).text == (
-        f"{tmp_path}/-rf.docx\n"
-    )
-
-
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("no-such-program-here {path}", r"needs no-such-program-here, which is not installed"),
-        ("cat", "does not say where {path} goes"),
-        ("", "does not say where {path} goes"),
-        ("cat '{path}", "cannot be read: No closing quotation"),
-        (
-            "/bin/sh -c 'printf \"one\\n\\033]0;two\\n\" >&2; exit 3' {path}",
-            "sh failed with exit status 3: ]0;two",
-        ),
-        ("/bin/sh -c 'kill -TERM $$' {path}", "sh failed with signal 15"),
-        ("/bin/sh -c 'exit 1' {path}", "sh failed with exit status 1"),
-        ("/bin/true {path}", "is empty"),
-        ("/bin/sh -c 'printf \"ok \\377 no\"' {path}", r"not valid UTF-8: byte 3 (0xff)"),
-        ("/bin/sh -c 'head -c 4096 /dev/zero' {path}", "looks binary"),
-        ("/bin/sh -c 'exec cat /dev/zero' {path}", "sh gave more than 1 MiB"),
-        ("pipe {path}", "not a regular file"),
-    ],
-)
-def test_what_a_loader_does_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, message: str
-) -> None:
-    monkeypatch.setattr(documents, "MAX_BYTES", LIMIT)
-    path = tmp_path / "x.docx"
-    os.mkfifo(path) if command[:4] == "pipe" else path.write_text("x")
-    error = refused(lambda: read_file(str(path), loaders={".docx": command}))
-    assert message in str(error)
-    assert "x.docx" in str(error)
 
 
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
@@ -460,7 +402,7 @@ def test_a_command_that_leaves_a_child_behind_is_not_waited_for() -> None:
 
 def test_large_input_and_output_do_not_block_each_other() -> None:
     data = os.urandom(1 << 20)
-    assert run(["/bin/cat"], data, limit=len(data), timeout=60) == loaders.Output(0, data, "")
+    assert run(["/bin/cat"], data, limit=len(data), timeout=60) == child_process.Output(0, data, "")
     with pytest.raises(UsageError, match="gave more than"):
         run(["/bin/cat"], data, limit=len(data) - 1, timeout=60)
     # A command that takes nothing of it is no error.

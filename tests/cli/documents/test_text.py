@@ -71,18 +71,6 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
     assert "\n" not in str(error.value)
 
 
-def test_invalid_bytes_can_be_replaced_and_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path, b"caf\xe9, na\xefve, and a real \xef\xbf\xbd")
-    found = read_file(path, "replace")
-    assert found.text == "caf\ufffd, na\ufffdve, and a real \ufffd"
-    assert found.note.endswith("d.txt: 2 invalid UTF-8 sequences were read as U+FFFD")
-
-
-def test_binary_is_refused_even_when_invalid_bytes_may_be_replaced(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="binary"):
-        read_file(write(tmp_path, os.urandom(4096)), "replace")
-
-
 def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such file"):
         read_file(str(tmp_path / "nothing"))
@@ -175,12 +163,6 @@ def test_the_size_limit_holds_for_files_and_pipes(
 def test_a_message_that_is_a_pdf_is_refused() -> None:
     with pytest.raises(UsageError, match="standard input is a PDF, not text"):
         decode(b"%PDF-1.7 ...", "standard input")
-
-
-def test_the_hint_on_invalid_bytes_is_the_callers(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as error:
-        read_file(write(tmp_path, b"ok \xff"), remedy="do this")
-    assert error.value.hint == "do this"
 
 
 def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:

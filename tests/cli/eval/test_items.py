@@ -11,7 +11,7 @@ import pytest
 
 import minikv
 from minikv.chat.transcript import Message
-from minikv.cli.eval import metrics, passes
+from minikv.cli.eval import items, passes
 from minikv.cli.eval.items import read_items
 from minikv.errors import UsageError
 from minikv.models.tokenizer import Tokenizer
@@ -82,23 +82,23 @@ def test_only_a_line_feed_ends_a_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "metric", "tokens"),
     [
-        ("niah_multikey_3.jsonl", metrics.contains, 128),
-        ("my_qa_runs/niah_single_1.jsonl", metrics.contains, 128),
-        ("RULER.vt.8k.json", metrics.contains, 30),
-        ("cwe/test.jsonl", metrics.contains, 120),
-        ("qa_2/fwe/validation.jsonl", metrics.contains, 50),
-        ("ruler_qa_1.jsonl", metrics.contains_any, 32),
-        ("ruler-QA-2.jsonl", metrics.contains_any, 32),
-        ("qa_2/validation.jsonl", metrics.contains_any, 32),
+        ("niah_multikey_3.jsonl", items.contains, 128),
+        ("my_qa_runs/niah_single_1.jsonl", items.contains, 128),
+        ("RULER.vt.8k.json", items.contains, 30),
+        ("cwe/test.jsonl", items.contains, 120),
+        ("qa_2/fwe/validation.jsonl", items.contains, 50),
+        ("ruler_qa_1.jsonl", items.contains_any, 32),
+        ("ruler-QA-2.jsonl", items.contains_any, 32),
+        ("qa_2/validation.jsonl", items.contains_any, 32),
         # Others: all answers are wanted, in up to 128 tokens.
-        ("squad_qa.jsonl", metrics.contains, 128),
-        ("acwe.jsonl", metrics.contains, 128),
-        ("qa_1/data.jsonl", metrics.contains, 128),
-        ("vt_and_qa_1.jsonl", metrics.contains, 128),
+        ("squad_qa.jsonl", items.contains, 128),
+        ("acwe.jsonl", items.contains, 128),
+        ("qa_1/data.jsonl", items.contains, 128),
+        ("vt_and_qa_1.jsonl", items.contains, 128),
     ],
 )
 def test_a_ruler_task_is_told_by_its_name(
-    tmp_path: Path, name: str, metric: metrics.Metric, tokens: int
+    tmp_path: Path, name: str, metric: items.Metric, tokens: int
 ) -> None:
     (item,) = read_items(written(tmp_path / name, record()))
     assert (item.metric, item.max_tokens) == (metric, tokens)

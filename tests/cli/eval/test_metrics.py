@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from minikv.cli.eval import metrics
+from minikv.cli.eval import items
 
 
 @pytest.mark.parametrize(
     ("metric", "answer", "right", "score"),
     [
-        (metrics.exact, " Velgate ", ["Velgate"], 1.0),
-        (metrics.exact, "velgate", ["Velgate"], 0.0),
-        (metrics.exact, "Velgate.", ["Velgate"], 0.0),
-        (metrics.exact, "Velgate and Orlin", ["Velgate"], 0.0),
-        (metrics.exact, "", ["Velgate"], 0.0),
-        (metrics.exact, "Orlin", ["Velgate", "Orlin"], 1.0),
-        (metrics.contains, "It is 12 and 7.", ["12", "8"], 0.5),
-        (metrics.contains_any, "It is 12 and 7.", ["12", "8"], 1.0),
+        (items.exact, " Velgate ", ["Velgate"], 1.0),
+        (items.exact, "velgate", ["Velgate"], 0.0),
+        (items.exact, "Velgate.", ["Velgate"], 0.0),
+        (items.exact, "Velgate and Orlin", ["Velgate"], 0.0),
+        (items.exact, "", ["Velgate"], 0.0),
+        (items.exact, "Orlin", ["Velgate", "Orlin"], 1.0),
+        (items.contains, "It is 12 and 7.", ["12", "8"], 0.5),
+        (items.contains_any, "It is 12 and 7.", ["12", "8"], 1.0),
     ],
 )
-def test_metrics(metric: metrics.Metric, answer: str, right: list[str], score: float) -> None:
+def test_metrics(metric: items.Metric, answer: str, right: list[str], score: float) -> None:
     assert metric(answer, right) == pytest.approx(score)
 
 
@@ -63,4 +63,4 @@ def test_metrics(metric: metrics.Metric, answer: str, right: list[str], score: f
     ],
 )
 def test_a_value_is_found_as_whole_words(answer: str, right: list[str], score: float) -> None:
-    assert metrics.contains_words(answer, right) == score
+    assert items.contains_words(answer, right) == score

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.cli.eval import metrics, results
+from minikv.cli.eval import results
 from minikv.cli.eval.items import Item
 
 TEXTS, ASKED = [Item("", (), ())] * 2, [Item("", ("?",), (("a",),))] * 2
@@ -21,33 +21,33 @@ def cell(task: str, policy: str, decode: str, budget: str = "64", **more: Any) -
 
 
 def test_an_interval_of_shares_is_over_documents() -> None:
-    low, high = metrics.wilson(0.9, 100)
+    low, high = results.wilson(0.9, 100)
     assert (round(low, 4), round(high, 4)) == (0.8256, 0.9448)
-    assert metrics.wilson(0.5, 0) == (0.0, 1.0)
+    assert results.wilson(0.5, 0) == (0.0, 1.0)
     single = [[1.0]] * 90 + [[0.0]] * 10
-    assert metrics.of_shares(single) == pytest.approx(metrics.wilson(0.9, 100))
+    assert results.of_shares(single) == pytest.approx(results.wilson(0.9, 100))
     # Six answers that are always alike say as much as one, and Student's t makes it a little less.
-    alike = metrics.of_shares([row * 6 for row in single])
-    assert alike == pytest.approx(metrics.wilson(0.9, 99 * (1.96 / 1.9842) ** 2), abs=1e-4)
+    alike = results.of_shares([row * 6 for row in single])
+    assert alike == pytest.approx(results.wilson(0.9, 99 * (1.96 / 1.9842) ** 2), abs=1e-4)
     # Documents that do not differ at all are worth every question; more than that none is.
-    even, t = metrics.of_shares([[1.0, 0.0]] * 50), 2.0096
-    assert even == pytest.approx(metrics.wilson(0.5, 100 * (1.96 / t) ** 2), abs=1e-4)
+    even, t = results.of_shares([[1.0, 0.0]] * 50), 2.0096
+    assert even == pytest.approx(results.wilson(0.5, 100 * (1.96 / t) ** 2), abs=1e-4)
     # All right: nothing is known of how alike they are, so a document counts once.
-    right = metrics.of_shares([[1.0] * 6] * 50)
-    assert right == pytest.approx(metrics.wilson(1.0, 50 * (1.96 / t) ** 2), abs=1e-4)
-    assert metrics.of_shares([[1.0, 0.0, 1.0]]) == metrics.of_shares([]) == (None, None)
+    right = results.of_shares([[1.0] * 6] * 50)
+    assert right == pytest.approx(results.wilson(1.0, 50 * (1.96 / t) ** 2), abs=1e-4)
+    assert results.of_shares([[1.0, 0.0, 1.0]]) == results.of_shares([]) == (None, None)
 
 
 def test_an_interval_of_means_is_over_documents() -> None:
     """Two sums and counts by hand: 3 + 1 over 2 + 2 tokens; the mean 1, its error (1, -1) / 4."""
-    low, high = metrics.of_means([[2.0, 1.0], [0.0, 1.0]])
+    low, high = results.of_means([[2.0, 1.0], [0.0, 1.0]])
     assert (low, high) == pytest.approx((1 - 12.706 * 0.5, 1 + 12.706 * 0.5))
     # A document twice as long weighs twice as much, and does not count as two.
     apart = [20 * (1 - 2), 10 * (2 - 2), 10 * (4 - 2)]
     error = (3 / 2 * sum(x * x for x in apart)) ** 0.5 / 40
-    found = metrics.of_means([[1.0] * 20, [2.0] * 10, [4.0] * 10])
+    found = results.of_means([[1.0] * 20, [2.0] * 10, [4.0] * 10])
     assert found == pytest.approx((2 - 4.303 * error, 2 + 4.303 * error))
-    assert metrics.of_means([[1.0, 2.0]]) == (None, None)
+    assert results.of_means([[1.0, 2.0]]) == (None, None)
 
 
 @pytest.mark.parametrize(("documents", "quantile"), [(12, 2.201), (31, 2.042), (201, 1.972)])
@@ -55,7 +55,7 @@ def test_students_t_beyond_the_table(documents: int, quantile: float) -> None:
     rows = [[float(i % 2)] for i in range(documents)]
     mean = sum(r[0] for r in rows) / documents
     error = (sum((r[0] - mean) ** 2 for r in rows) / documents / (documents - 1)) ** 0.5
-    low, _ = metrics.of_means(rows)
+    low, _ = results.of_means(rows)
     assert low is not None
     assert (mean - low) / error == pytest.approx(quantile, abs=5e-4)
 
@@ -122,9 +122,9 @@ def test_what_cannot_be_compared_is_said(cell_of: tuple[Any, ...], says: str) ->
 
 def test_differences_of_several_questions_have_bounds() -> None:
     """By Student's t, and never beyond what a difference can be."""
-    assert metrics.of_differences([[-1.0, 0.0], [1.0, 1.0]]) == (-1.0, 1.0)
-    assert metrics.of_differences([[0.5], [0.5]]) == (0.5, 0.5)
-    assert metrics.of_differences([[1.0]]) == (None, None)
+    assert results.of_differences([[-1.0, 0.0], [1.0, 1.0]]) == (-1.0, 1.0)
+    assert results.of_differences([[0.5], [0.5]]) == (0.5, 0.5)
+    assert results.of_differences([[1.0]]) == (None, None)
 
 
 @pytest.mark.parametrize(("more", "less"), [(0, 0), (1, 0), (3, 1), (30, 18), (82, 2), (200, 0)])
@@ -132,7 +132,7 @@ def test_ends_are_where_the_score_test_turns(more: int, less: int) -> None:
     """Tango's interval of 200 documents with one answer each."""
     n = 200
     rows = [[1.0]] * more + [[-1.0]] * less + [[0.0]] * (n - more - less)
-    found = metrics.of_differences(rows)
+    found = results.of_differences(rows)
 
     def score(d: float) -> float:
         """Tango's statistic, with the likeliest share of `less` under d found by search."""
@@ -151,7 +151,7 @@ def test_ends_are_where_the_score_test_turns(more: int, less: int) -> None:
     low, high = (float(end) for end in found if end is not None)
     assert score(low) == pytest.approx(1.96, abs=1e-3)
     assert high == pytest.approx(1.0) if more == n else abs(score(high) + 1.96) < 1e-3
-    turned = metrics.of_differences([[-row[0]] for row in rows])
+    turned = results.of_differences([[-row[0]] for row in rows])
     assert turned == pytest.approx((-high, -low))
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from minikv.cli.eval import metrics, tasks
-from minikv.cli.eval.items import TASKS, Item
+from minikv.cli.eval import tasks
+from minikv.cli.eval.items import TASKS, Item, contains_words
 from minikv.cli.eval.tasks import CHATS, DEPTHS, TOLD
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
@@ -51,7 +51,7 @@ def test_the_bundled_model_is_asked_as_it_always_was() -> None:
     for old, new in zip(items[6:], others[6:], strict=True):
         assert new.questions == tuple(f"{q} Answer with the value alone." for q in old.questions)
         assert (new.right, new.groups) == (old.right, old.groups)
-    assert {(i.metric, i.max_tokens) for i in others} == {(metrics.contains_words, 48)}
+    assert {(i.metric, i.max_tokens) for i in others} == {(contains_words, 48)}
 
 
 def test_only_the_bundled_model_is_asked_for_long_answers_alone() -> None:
@@ -179,7 +179,7 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
             assert item.document.count(value) == 1
             noun = re.sub(r"^(What|Who) is (the .*)\? .*", r"\2", question)
             assert f"T{noun[1:]} is {value}." in item.document
-            assert metrics.contains_words(f"It is {value}.", (value,)) == 1.0
+            assert contains_words(f"It is {value}.", (value,)) == 1.0
         rest = item.document
         for fact in re.findall(r" The (?:access|secret|head|meeting)[^.]*\.", rest):
             rest = rest.replace(fact, "")

@@ -16,7 +16,7 @@ from typed import World, invoke
 from typer.testing import Result
 
 from minikv.chat.report import size
-from minikv.cli.saved.chats import age
+from minikv.cli.saved.commands import age
 from minikv.cli.screen.text import clean
 
 
@@ -154,31 +154,6 @@ def test_rm_refuses(two: Path, words: tuple[str, ...], said: str) -> None:
     assert result.exit_code == 2
     assert said in result.stderr
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
-
-
-@pytest.mark.parametrize(
-    ("limit", "warns"),
-    [("1KiB", True), ("1GiB", False), ("off", False), ("", False)],
-)
-def test_a_limit_warns_and_removes_nothing(
-    two: Path, monkeypatch: pytest.MonkeyPatch, limit: str, warns: bool
-) -> None:
-    if limit:
-        monkeypatch.setenv("MINIKV_CHATS_LIMIT", limit)
-    result = run()
-    assert ("--chats-limit" in result.stderr) == warns
-    assert ("chats rm --older 30d" in result.stderr) == (limit == "1KiB")
-    assert result.exit_code == 0
-    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
-
-
-def test_a_chat_ends_with_the_warning(world: World, document: str) -> None:
-    said = [
-        world.run("chat", document, "--chats-limit", limit, input="Who?\n").stderr
-        for limit in ("10B", "1GiB")
-    ]
-    assert "more than --chats-limit 10 B" in said[0].splitlines()[-1]
-    assert "--chats-limit" not in said[1]
 
 
 @pytest.mark.parametrize("command", ["/clear", "/reset", "/drop 1", "/load first"])

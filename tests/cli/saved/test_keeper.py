@@ -886,6 +886,19 @@ def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
 # -- chats of earlier versions ------------------------------------------------------------------
 
 
+def test_a_chat_of_an_earlier_version_that_is_refused_stays_as_it_is(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(minikv, "__version__", "9.9")
+    shutil.copytree(OLD, home / "one")
+    files = sorted(os.listdir(home / "one"))
+    with pytest.raises(UsageError, match="does not belong to this run"):
+        take_up(chat(budget=40))
+    assert sorted(os.listdir(home / "one")) == files
+    take_up(chat(budget=40), reread=True)
+    assert os.listdir(home / "one") == ["chat.db"]
+
+
 def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

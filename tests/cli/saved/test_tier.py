@@ -27,8 +27,7 @@ from minikv.chat.recall import Recall
 from minikv.chat.session import ChatSession
 from minikv.cli.saved import keeper as keepers
 from minikv.cli.saved import transcript
-from minikv.cli.saved.keeper import Keeper
-from minikv.cli.saved.tier import TIER
+from minikv.cli.saved.keeper import TIER, Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError

@@ -15,7 +15,7 @@ from typed import invoke, on_screen
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import compare
+from minikv.cli.chat import compare, kept
 from minikv.cli.chat.kept import Part
 from minikv.cli.eval import command, results
 from minikv.cli.eval.items import Item
@@ -48,7 +48,7 @@ def session() -> ChatSession:
 def test_all_that_say_what_was_saved_agree(
     session: ChatSession, policy: str, text: str, words: str | None
 ) -> None:
-    """The line under the answer, /stats, /compare, the HTML page, the transcript, the record."""
+    """The line under the answer, /stats, /compare, the HTML page, the record."""
     session.reset()
     session.configure(EvictionConfig.read(policy, budget=128))
     session.attach(text, "n.txt")
@@ -66,7 +66,7 @@ def test_all_that_say_what_was_saved_agree(
     ran = compare.Run("x", answer, (), report)
     html, column = page.render(facts), compare.facts(ran, ran)["memory"]
     assert column == report.memory
-    for place in (report.lines()[1], render.stats(report), page.as_markdown(facts), html):
+    for place in (report.lines()[1], render.stats(report), html):
         assert f"({words})" in place
         assert not re.search(r"-\d+(\.\d+)?%", place)
     figure = f"{words.removesuffix(' saved')}" if saved else "–"
@@ -169,7 +169,7 @@ def test_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 3), (32, 8), (80, 12)])
 def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int) -> None:
     rows = [[float(1 + (7 * i + 3 * h) % 64) for h in range(heads)] for i in range(layers)]
-    text = "\n".join(on_screen(render.by_head(rows, width), width))
+    text = "\n".join(on_screen(kept.by_head(rows, width), width))
     largest = max(map(max, rows))
     assert f"█ is {largest:.0f} tokens" in " ".join(text.split())
     drawn = dict.fromkeys(range(heads), "")
@@ -183,10 +183,10 @@ def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int)
 
 
 def test_layers_in_equal_groups_where_they_do_not_fit() -> None:
-    text = render.by_head([[1.0] * 8] * 32, 40)
+    text = kept.by_head([[1.0] * 8] * 32, 40)
     assert "\n  layers 0 to 15\n" in text
     assert "\n  layers 16 to 31\n" in text
-    assert "layers 0 to 31" in render.by_head([[1.0] * 8] * 32, 80)
+    assert "layers 0 to 31" in kept.by_head([[1.0] * 8] * 32, 80)
 
 
 # -- along the document, along the chat -----------------------------------------------------
@@ -196,7 +196,7 @@ def test_along_the_document_is_the_mean_of_each_slice() -> None:
     text = "abcdefgh" * 25
     held = torch.rand(2, 3, 201, generator=torch.Generator().manual_seed(1)) < 0.3
     found = facts(text, held, ("story.txt",))
-    title, strip = render.along(found, 80).split("\n")
+    title, strip = kept.along(found, 80).split("\n")
     share = found.share().tolist()[1:]
     ends = [200 * i // 64 for i in range(65)]
     means = [sum(share[a:b]) / (b - a) for a, b in pairwise(ends)]
@@ -208,11 +208,11 @@ def test_along_the_document_is_the_mean_of_each_slice() -> None:
 def test_few_tokens_and_no_document() -> None:
     held = torch.zeros(2, 3, 4, dtype=torch.bool)
     held[0, :, 2] = True
-    assert render.along(facts("abc", held), 80) == (
+    assert kept.along(facts("abc", held), 80) == (
         "kept along the chat, a sign per token: █ is 50% of the heads\n  |  █ |"
     )
     held[:] = False
-    assert render.along(facts("abc", held), 80).startswith(
+    assert kept.along(facts("abc", held), 80).startswith(
         "kept along the chat, a sign per token: nothing\n"
     )
 
@@ -223,7 +223,7 @@ def test_many_documents_with_hostile_names(width: int) -> None:
     names = ["\x1b]0;evil\x07 [bold]\nname 中文" * 9, *(f"{i}.txt" for i in range(9))]
     parts = tuple(Part(name, 1 + 50 * i, 51 + 50 * i) for i, name in enumerate(names))
     found = replace(found, parts=parts)
-    lines = on_screen(render.along(found, width), width)
+    lines = on_screen(kept.along(found, width), width)
     assert lines[-1] == "  and 2 more documents"
     assert sum(line.startswith("  |") for line in lines) == 8
     assert not any("\x1b" in line for line in lines)
@@ -235,10 +235,10 @@ def test_many_documents_with_hostile_names(width: int) -> None:
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_strips_of_a_chat(width: int) -> None:
     session = chat()
-    assert render.strips(session, width) == ""
+    assert kept.strips(session, width) == ""
     session.attach(STORY + HOSTILE, "story.txt")
     list(session.ask("Who?", 3))
-    text = render.strips(session, width)
+    text = kept.strips(session, width)
     on_screen(text, width)
     assert "\x1b" not in text
     rows = [len(session.kept(layer, head)) for layer in range(3) for head in range(3)]

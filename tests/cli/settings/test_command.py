@@ -100,7 +100,6 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
         (None, ["set", "aliases.a/b", "a/b"], "a/b cannot be an alias of a/b"),
         (None, ["unset", "seed"], "seed is not set in"),
         (None, ["unset", "aliases.x"], "aliases.x is not set in"),
-        ("[loaders]\ndocx = 'p'\n", ["unset", "loaders"], "loaders is not set in"),
         ("a = = 1\n", ["set", "seed", "3"], "is not valid TOML"),
         ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is not a table\n  edit it by hand"),
     ],

@@ -26,9 +26,8 @@ from minikv.cli.chat.slash_commands import execute
 from minikv.cli.documents import commands as document_commands
 from minikv.cli.main import app
 from minikv.cli.settings import config
-from minikv.cli.settings.config import SETTINGS, Config, Interface, load
+from minikv.cli.settings.config import SETTINGS, Config, Interface, load, worded
 from minikv.cli.settings.flags import Call, command, file_text
-from minikv.cli.settings.values import worded
 from minikv.errors import UsageError
 from minikv.settings import GONE, Generation, Settings
 
@@ -167,7 +166,6 @@ def vars_of(settings: Any) -> dict[str, Any]:
         ("kv", "int4", "must be one of auto, int8, got 'int4'"),
         ("fidelity", "some", "must be one of on, off, got 'some'"),
         ("keep_packed", "20GiB", "must be one of on, off, got '20GiB'"),
-        ("encoding_errors", "maybe", "must be one of strict, replace, got 'maybe'"),
         ("quiet", "maybe", "must be true or false, got 'maybe'"),
         ("budget", "abc", "the budget cannot be 'abc'"),
         ("policy", "nope", "unknown policy 'nope'"),
@@ -257,7 +255,7 @@ def test_what_is_gone_is_refused_with_what_to_use(
         ("temperature = " + "9" * 400, "temperature is too large a number", ""),
         ("aliases = 3", "./minikv.toml: [aliases] must be a table", ""),
         ("[aliases]\nx = 3", "[aliases]: 'x' must be a text", ""),
-        ("[loaders]\nx = 'rm {path}'", "./minikv.toml: [loaders] names commands to run", ""),
+        ("[loaders]\nx = 'rm {path}'", "./minikv.toml: loaders is gone: pipe the text in", ""),
         ('"\\u001b[2J" = 1', "unknown key '\\x1b[2J'", ""),
         ("x" * 500 + " = 1", "unknown key 'xxx", ""),
         ("#" * (1 << 16) + "\n", "larger than 64 KiB", ""),
@@ -366,13 +364,10 @@ def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
 # -- minikv config --------------------------------------------------------------------------
 
 
-def test_aliases_of_both_files_and_loaders_of_the_users(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = '[aliases]\nllama3 = "meta/l3"\nm = "a"\n[loaders]\ndocx = "pandoc {path}"'
+def test_aliases_of_both_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = '[aliases]\nllama3 = "meta/l3"\nm = "a"'
     made = read(home, own, '[aliases]\nm = "b"')
     assert made.aliases == {"llama3": "meta/l3", "m": "b"}
-    assert made.loaders == {"docx": "pandoc {path}"}
     names = ("llama3", "other/model", None, "", "bundled")
     assert [made.model(name) for name in names] == ["meta/l3", "other/model", None, None, None]
     (home / "here/bundled").mkdir()
@@ -391,7 +386,7 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
     lines = path.read_text().splitlines()
     live = [line.removeprefix("# ") for line in lines if " = " in line or "[" in line[:3]]
     values = tomllib.loads("\n".join(live))
-    assert {k: v for k, v in values.items() if k not in ("aliases", "loaders")} == {
+    assert {k: v for k, v in values.items() if k != "aliases"} == {
         name: list(setting.default) if isinstance(setting.default, tuple) else setting.default
         for name, setting in SETTINGS.items()
     }
@@ -405,12 +400,12 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
 
 
 def test_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read(home, 'seed = 3\n[aliases]\nx = "y/z"\n[loaders]\ndocx = "p {path}"')
+    read(home, 'seed = 3\n[aliases]\nx = "y/z"')
     monkeypatch.chdir(home / "here")
     lines = invoke("config", "show").stdout.splitlines()
     assert ["seed", "3", "~/.config/minikv/config.toml"] in [line.split() for line in lines]
-    assert {"x = y/z", "docx = p {path}"} <= set(lines)
-    assert len(lines) == len(SETTINGS) + 4
+    assert "x = y/z" in lines
+    assert len(lines) == len(SETTINGS) + 2
 
 
 # -- slash commands -------------------------------------------------------------------------
@@ -453,7 +448,6 @@ def row(text: str, name: str) -> list[str]:
         ("budget", "20%", "20%"),
         ("policy", "snapkv", "snapkv"),
         ("decode", "none", "none"),
-        ("encoding_errors", "replace", "replace"),
         ("stop", "Q:", '["Q:"]'),
         ("stop", r"\n", r'["\n"]'),
         ("fidelity", "off", "off"),
@@ -481,7 +475,6 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
         ("offline", "true", "default"),
         ("remember", "2GiB", "default"),
         ("keep_packed", "on", "default"),
-        ("chats_limit", "20GiB", "default"),
         ("stats", "true", "default"),
     ):
         assert row(text, name) == [name, value, origin]

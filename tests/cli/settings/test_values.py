@@ -22,8 +22,7 @@ from minikv.cli.chat.slash import Command
 from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.screen.editor import Commands
-from minikv.cli.settings.config import SETTINGS
-from minikv.cli.settings.values import worded
+from minikv.cli.settings.config import SETTINGS, worded
 from minikv.errors import UsageError
 from minikv.policies import prompt_names, step_names
 
@@ -87,12 +86,11 @@ def test_policies_their_parts_and_options(tab: Offers) -> None:
 
 
 def test_what_follows_the_other_commands(tab: Offers) -> None:
-    assert tab("/kept ") == ["all", "find", "top"]
+    assert tab("/kept ") == ["all", "find"]
     assert "kept" in tab("/help k")
     assert tab("/drop ") == ["my\\ report\\ (1).txt"]
     assert tab("/drop my\\ r") == ["my\\ report\\ (1).txt"]
     assert tab("/add thes") == tab("/export thes") == ["is.txt"]
-    assert tab("/add --") == ["--replace"]
     assert tab("/export --") == ["--force"]
     assert tab("/none ") == tab("/stats ") == []
 
@@ -152,7 +150,7 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
     found = json.loads(done.stdout)
     assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
     *others, (_, loaded) = found
-    assert {"minikv.cli.settings.values", "torch"} <= {*loaded}
+    assert {"minikv.cli.settings.flags", "torch"} <= {*loaded}
     for _, loaded in others:
         assert not {*loaded} & {"torch", "numpy", "transformers", "huggingface_hub"}
 

@@ -1,8 +1,5 @@
-"""Runs other programs that turn a document into text, within limits of time and output: the loaders
-of the configuration, one command per extension; and our own parsers in a child process.
-
-A large parser has no limits of its own, so that process also has limits of memory and processor
-time. A module that runs in it calls `serve`.
+"""Parses a document in a child process, within limits of time, output, memory and processor time,
+because a large parser has no limits of its own.
 """
 
 from __future__ import annotations
@@ -10,14 +7,11 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic
 from typing import IO
@@ -36,7 +30,6 @@ Child = Callable[[bytes, Callable[[str], object]], str]
 _REFUSED = 3  # exit code of a child that gives the reason
 _TICK = 0.1  # seconds between two checks of the clock and of Ctrl-C
 _TAIL = 4096  # bytes of stderr that are read
-_EXAMPLE = 'for example ".odt" = "pandoc -t plain {path}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,56 +41,8 @@ class Output:
     said: str
 
 
-def command_for(path: str, loaders: Mapping[str, str]) -> str | None:
-    """The command for a file name, by its longest matching extension, in any case; or None.
-
-    `loaders` maps extensions, with or without their dot, to commands.
-    """
-    name = Path(path).name.lower()
-    found = [e for e in loaders if name.endswith("." + e.lower().lstrip(".")) and e.strip(".")]
-    return loaders[max(found, key=len)] if found else None
-
-
-def load(
-    command: str,
-    path: str,
-    shown: str,
-    *,
-    limit: int,
-    timeout: float = TIMEOUT,
-    stopped: Callable[[], bool] | None = None,
-) -> tuple[bytes, str]:
-    """The output of `command` for the file at `path`, and the program's name. Runs it without a
-    shell.
-
-    "{path}" in the command becomes one argument, the absolute path, so that no file name can pass
-    for an option. `shown` names the file in errors. At most `limit` bytes and `timeout` seconds;
-    raises UsageError, and Interrupted once `stopped()` is true.
-    """
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise UsageError(f"the loader for {shown} cannot be read: {error}", _EXAMPLE) from None
-    if not any("{path}" in word for word in words[1:]):
-        raise UsageError(f"the loader for {shown} does not say where {{path}} goes", _EXAMPLE)
-    program = clean(Path(words[0]).name)
-    if shutil.which(words[0]) is None:
-        raise UsageError(
-            f"{shown} needs {program}, which is not installed",
-            "install it, or change the loader in the config",
-        )
-    absolute, told = os.path.abspath(path), f"{shown}: {program}"
-    arguments = [words[0], *(word.replace("{path}", absolute) for word in words[1:])]
-    output = run(arguments, told=told, limit=limit, timeout=timeout, stopped=stopped)
-    if output.code:
-        how = f"exit status {output.code}" if output.code > 0 else f"signal {-output.code}"
-        said = f": {output.said}" if output.said else ""
-        raise UsageError(f"{told} failed with {how}{said}", "nothing was added")
-    return output.data, program
-
-
 def extract(
-    module: str,
+    kind: str,
     data: bytes,
     shown: str,
     *,
@@ -105,12 +50,12 @@ def extract(
     timeout: float = TIMEOUT,
     stopped: Callable[[], bool] | None = None,
 ) -> str:
-    """The output of the child of `module` for `data`, at most `limit` bytes; `shown` names the
-    document in errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or
+    """The text of `data`, "pdf" or "markup", at most `limit` bytes; `shown` names the document in
+    errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or
     too large; and Interrupted once `stopped()` is true."""
     # -P: import nothing from the current directory.
     limits = (str(MEMORY), str(int(timeout) + 1))
-    arguments = (sys.executable, "-P", "-m", module, *limits)
+    arguments = (sys.executable, "-P", "-m", "minikv.cli.documents.parsers", kind, *limits)
     output = run(arguments, data, told=shown, limit=limit, timeout=timeout, stopped=stopped)
     if output.code == _REFUSED:
         what, _, hint = output.said.partition(": ")
@@ -196,16 +141,17 @@ def attempt(child: Child, data: bytes, write: Callable[[str], object]) -> str:
         return f"cannot be read ({type(error).__name__}): is the file damaged?"
 
 
-def serve(child: Child) -> None:
-    """The child's program. Its arguments: bytes of address space, and seconds of processor time."""
-    memory, seconds = map(int, sys.argv[1:])
+def serve(children: Mapping[str, Child]) -> None:
+    """The child's program. Its arguments: the kind of document, bytes of address space, and seconds
+    of processor time."""
+    kind, memory, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
     with contextlib.suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.setrecursionlimit(1000)
     out = sys.stdout.buffer
-    why = attempt(child, sys.stdin.buffer.read(), lambda text: out.write(utf8(text)))
+    why = attempt(children[kind], sys.stdin.buffer.read(), lambda text: out.write(utf8(text)))
     out.flush()
     if why:
         sys.stderr.write(why)
