@@ -219,7 +219,7 @@ def _store() -> Store:
 
 
 _LAST = 600
-"""Characters of the last question, and of its answer, that are shown when a chat is opened."""
+"""The most characters of the last question, and of its answer, that opening a chat shows."""
 _CACHED = ("policy", "decode", "budget", "stride")
 
 
@@ -271,13 +271,13 @@ def _load(context: Context, arguments: list[str]) -> None:
 def origins_of(
     session: ChatSession, saved: Saved, given: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Where the settings came from that were loaded with a chat. `given`: as the user stated them
-    for a run that began with this chat; None: the chat was loaded later."""
+    """The origins of the settings that were loaded with a chat. given: what the user stated for a
+    run that began with this chat; None: the chat was loaded later."""
     now, then = session.eviction, saved.eviction
     names = {name for name in _CACHED if getattr(now, name) == getattr(then, name)}
     names |= {"seed", "system", "pin_system", "reuse", "overflow"}
     if given is not None:
-        names |= set(saved.facts["run"])  # the model, and how it is kept
+        names |= set(saved.facts["run"])  # the model and its number formats
         names -= {*given, *(("revision",) if "model" in given else ())}
     return dict.fromkeys(names, f"chat {saved.name}")
 
@@ -308,7 +308,7 @@ def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
 
 
 def _read_again(session: ChatSession) -> int:
-    """How many of the tokens that the cache has seen the next question reads again."""
+    """How many tokens that were read before the next question will read again."""
     recalls = session.recall.tokens and session.recalls
     if session.reuse == "refresh" or (session.rereads and not recalls):
         return len(session.fed)
@@ -319,8 +319,8 @@ def _read_again(session: ChatSession) -> int:
 
 
 def left(context: Context) -> str:
-    """Where the chat is saved that a new one will replace, and how to get back to it; "" if nothing
-    was asked in it."""
+    """A line that says where the present chat is saved, before another one replaces it; "" if
+    nothing was asked in it."""
     name = context.keeper.kept(context.session)
     if name is not None:
         return f"  the chat so far is saved as {name}; /load {name} goes back to it"

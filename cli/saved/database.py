@@ -1,9 +1,9 @@
 """The file of a saved chat: an SQLite database that is checked before use.
 
-Each row ends with a checksum of the others' values, because SQLite does not notice a changed bit of
-a text. An open chat holds a transaction, whose lock keeps other processes from writing; they can
-read what was saved last. A new file is written beside the chat's and takes its place when it is
-whole.
+Each row ends with a checksum of its other values, because SQLite does not notice a changed bit in a
+text. An open chat holds a transaction, whose lock keeps other processes from writing; they can
+still read what was saved last. A new file is written beside the old one and replaces it when it is
+complete.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from minikv.cli.paths import chats_folder, opened, private
 from minikv.errors import UsageError
 
 LAST = "last-ask"
-"""The name of the chat of the last `minikv ask`, for `--continue`. The next `ask` replaces it."""
+"""The name of the chat that the last `minikv ask` saved, for `--continue`. The next `ask` replaces
+it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -63,7 +64,8 @@ def new_folder(name: str) -> str:
 
 FILE = "chat.db"
 NEW = f"{FILE}.new"
-"""The file that takes its place when it is whole. Alone, it is of a first save that was killed."""
+"""The file that replaces `FILE` when it is complete. Without `FILE` beside it, a first save was
+killed."""
 REREAD = "--reread resumes the chat without it: the next question reads it again"
 DAMAGE = (
     ValueError,
@@ -75,8 +77,8 @@ DAMAGE = (
     RecursionError,
     sqlite3.Error,
 )
-"""The errors of reading a damaged file. The checks find accidental changes, not a file that someone
-made with valid checksums."""
+"""What reading a damaged file raises. The checks find accidental changes, but not a file that
+someone forged with valid checksums."""
 TABLES = {
     "chat": ("facts", "tokens"),
     "document": ("facts", "text"),
@@ -90,12 +92,12 @@ _SCHEMA = {
 }
 _VERSION = 2  # PRAGMA user_version; version 1 was a directory of files
 _PRAGMAS = ("trusted_schema = OFF", "cell_size_check = ON", "secure_delete = ON")
-_WAIT = 5  # seconds for which another process may read, or write
-_ASK = 0.3  # seconds after which a chat is open elsewhere
+_WAIT = 5  # seconds to wait while another process reads or writes
+_ASK = 0.3  # seconds to wait before a chat counts as open elsewhere
 _MOST = 65 << 20  # bytes of a value
 _PART = 4 << 20  # bytes of a part of the cache
 _NAMES_A_FILE = bytes.fromhex("d9d505f920a163d7")
-"""The end of a journal that names another file, which SQLite would delete after a rollback."""
+"""How a journal ends that names another file. SQLite would delete that file after a rollback."""
 
 
 class OpenElsewhere(UsageError):
@@ -107,8 +109,8 @@ class ChatFile:
     damage that SQLite finds, or "" (checked only with a lock)."""
 
     def __init__(self, name: str, *, lock: bool = False) -> None:
-        """lock: keep other processes from writing, until it is closed. Raises FileNotFoundError if
-        there is none, UsageError if another process has the lock, OSError, and `DAMAGE`."""
+        """lock: keep other processes from writing until this file is closed. Raises OSError,
+        `DAMAGE`, and UsageError if another process has the lock."""
         self.name, self.path, self.wrong = name, chats_folder() / name / FILE, ""
         self._stat = os.lstat(self.path)
         if not stat.S_ISREG(self._stat.st_mode):
@@ -122,14 +124,14 @@ class ChatFile:
                 self._lock()
             else:
                 self._db.execute("BEGIN")
-            # Of a file by a stranger, no view, trigger or expression is touched.
+            # A stranger's file may have views, triggers and expressions: none of them may run.
             found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(9)
             if (version := self._value("PRAGMA user_version")) != _VERSION:
                 raise ValueError(f"format {version}, not {_VERSION}")
             if dict(found) != _SCHEMA or len(found) != len(_SCHEMA):
                 raise ValueError("its tables are not those of a chat")
             if lock and (wrong := self._value("PRAGMA quick_check(1)")) != "ok":
-                self.wrong = wrong  # nothing may be written into it
+                self.wrong = wrong  # nothing may be written to it
             self._own = {self._seal_in_file()}
             if not self.locks:  # no transaction stays open: another process may write meanwhile
                 self._db.rollback()
@@ -143,7 +145,7 @@ class ChatFile:
         self._db.close()
 
     def rows(self, table: str) -> list[Any]:
-        """The rows of one of `TABLES` in order, each as its values. Raises `DAMAGE`."""
+        """The values of each row of one of `TABLES`, in order. Raises `DAMAGE`."""
         kinds = [bytes if column in _BINARY else str for column in TABLES[table]]
         found = self._db.execute(f"SELECT * FROM {table} ORDER BY number").fetchall()
         for at, (number, *values, seal) in enumerate(found):
@@ -154,12 +156,12 @@ class ChatFile:
         return [row[1:-1] for row in found]
 
     def write(self, rows: Mapping[str, Iterable[Sequence[str | bytes]]], same: int = 0) -> None:
-        """Replace the rows of each table, all of them or, after an error, none. same: how many
-        first turns are in the file already. Raises OSError, and UsageError if another process has
-        the chat open now, or has saved it."""
+        """Replace the rows of every table; after an error, no row has changed. same: how many turns
+        at the beginning are in the file already. Raises OSError, and UsageError if another process
+        has opened or saved the chat meanwhile."""
         try:
             self._lock()
-            # PRAGMA data_version does not tell: after an error of a read or write it changes, too.
+            # PRAGMA data_version cannot tell, because it also changes after a failed read or write.
             saved = self._seal_in_file() not in self._own
             if saved or not os.path.samestat(os.lstat(self.path), self._stat):
                 raise UsageError(
@@ -169,19 +171,19 @@ class ChatFile:
             for table in TABLES:
                 _put(self._db, table, rows[table], same if table == "turn" else 0)
             seal = self._seal_in_file()
-            self._own.add(seal)  # a COMMIT that raises may nevertheless have saved it
+            self._own.add(seal)  # a COMMIT that raises may have saved the chat all the same
             self._db.execute("COMMIT")
             self._own = {seal}
         except sqlite3.Error as error:
             raise OSError(errno.EIO, str(error), str(self.path)) from None
         finally:
-            with contextlib.suppress(sqlite3.Error, UsageError):  # then the next save raises it
+            with contextlib.suppress(sqlite3.Error, UsageError):  # the next save will raise it
                 self._db.rollback()
                 if self.locks:
                     self._lock()
 
     def _lock(self) -> None:
-        """Keep other processes from writing. Raises UsageError if one has the chat."""
+        """Keep other processes from writing. Raises UsageError if one of them has the lock."""
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN IMMEDIATE")
@@ -201,8 +203,8 @@ class ChatFile:
 
 
 def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> None:
-    """Replace a chat's file with a new one with these rows. If that fails, the old one is
-    unchanged. Waits for other processes that do so. Raises OSError, and the errors of `rows`."""
+    """Replace a chat's file by a new one with these rows. If that fails, the old file is unchanged.
+    Waits for other processes that do the same. Raises OSError, and what `rows` raises."""
     folder = chats_folder() / name
     new = folder / NEW
     with contextlib.ExitStack() as stack:
@@ -214,7 +216,7 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
         try:
             os.close(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
             db = stack.enter_context(contextlib.closing(_connected(new, "&nolock=1")))
-            db.execute("PRAGMA journal_mode = OFF")  # a file that is not whole is thrown away
+            db.execute("PRAGMA journal_mode = OFF")  # an incomplete file is thrown away anyway
             db.execute("BEGIN")
             for statement in _SCHEMA.values():
                 db.execute(statement)
@@ -223,7 +225,7 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
                 _put(db, table, rows[table])
             db.execute("COMMIT")
             db.close()
-            # A save that was killed is undone here: SQLite would undo it in the new file.
+            # Undo a save that was killed now, or SQLite would undo it in the new file.
             with contextlib.suppress(OSError, UsageError, *DAMAGE):
                 ChatFile(name).close()
             (folder / f"{FILE}-journal").unlink(missing_ok=True)
@@ -238,8 +240,7 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
 def _put(
     db: sqlite3.Connection, table: str, rows: Iterable[Sequence[str | bytes]], begin: int = 0
 ) -> None:
-    """Make these the rows of a table from number `begin` on. Only rows that differ from those in
-    the file are written."""
+    """Make these the rows of a table from number `begin` on. Writes only rows that have changed."""
     columns = (*TABLES[table], "seal")
     changed = ", ".join(f"excluded.{column}" for column in columns)
     end = begin
@@ -253,30 +254,30 @@ def _put(
 
 
 def _connected(path: Path, how: str, wait: float = 0) -> sqlite3.Connection:
-    """A connection to a file that is there. wait: seconds, for other processes. Raises
+    """A connection to an existing file. wait: how many seconds to wait for other processes. Raises
     sqlite3.Error."""
     uri = f"file:{quote(os.fsencode(path))}?mode=rw{how}"
     db = sqlite3.connect(uri, timeout=wait, isolation_level=None, uri=True)
     db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST)
-    db.text_factory = bytes.decode  # whose error does not quote the text
+    db.text_factory = bytes.decode  # its error does not quote the text
     for pragma in _PRAGMAS:
         db.execute(f"PRAGMA {pragma}")
     return db
 
 
 def parts(data: bytes) -> list[tuple[bytes]]:
-    """Bytes as rows of the table of the cache: SQLite copies a value several times."""
+    """Bytes as rows of the table `cache`, in parts because SQLite copies a value several times."""
     return [(data[at : at + _PART],) for at in range(0, len(data), _PART)]
 
 
 def unreadable(error: Exception) -> bool:
-    """Whether it is an error of the disk or of a lock, and says nothing about the file."""
+    """Whether an error came from the disk or a lock, and says nothing about the file's content."""
     content = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_ERROR")
     return _name(error) != "" and not _name(error).startswith(content)
 
 
 def _name(error: Exception) -> str:
-    """That of SQLite for an error; "" for an error of the Python module itself."""
+    """SQLite's name for an error; "" for an error of the Python module itself."""
     return str(getattr(error, "sqlite_errorname", ""))
 
 
@@ -291,7 +292,7 @@ def _seal(values: Iterable[object]) -> bytes:
 
 
 def _can_lock(folder: Path) -> bool:
-    """Whether files in this directory can be locked, as far as that can be tested."""
+    """Whether files in this directory can be locked; True if that cannot be tested."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             try:

@@ -56,30 +56,30 @@ device fails."""
 
 
 class Keeper:
-    """Saves one chat at a time, and opens saved ones. An open chat is locked. name: the chat's.
-    saved: whether a save has succeeded in this run. asks: a loaded `LAST` is saved under that name
-    again; otherwise it continues under its own name."""
+    """Saves one chat at a time, and opens saved ones. An open chat is locked. name: its name.
+    saved: whether a save has succeeded in this run. asks: whether a loaded `LAST` is saved under
+    that name again; otherwise it gets a name of its own."""
 
     def __init__(self, terminal: Terminal, *, active: bool = True, asks: bool = False) -> None:
         self.active, self.saved, self._asks = active, False, asks
         self.name: str | None = None
-        self._named = False  # by the user, or saved by the user
+        self._named = False  # whether the user named it, or saved it
         self._terminal = terminal
         self._file: ChatFile | None = None
         self._conversation = 0
-        self._last: tuple[Any, ...] = ()  # the state that is in the file
+        self._last: tuple[Any, ...] = ()  # the state that the file has
         self._model: tuple[str, dict[str, object]] | None = None
         self._said: set[str] = set()
 
     def attend(self, session: ChatSession) -> None:
-        """If this session needs a file for its tier, put that file among the files of its chat."""
+        """Make this session put the file of its tier, if it needs one, beside its saved chat."""
         session.recall.where = lambda: place(
             self._identity(session), saved=self.active and self.name != LAST
         )
 
     def keep(self, session: ChatSession) -> None:
-        """Save if anything changed since the last save. Never raises: if saving fails, one warning
-        says so, and the chat continues."""
+        """Save if anything has changed since the last save. If that fails, one warning says so, and
+        the chat continues."""
         if not self.active or not self._changed(session):
             return
         first = self.name is None and not self.saved
@@ -93,7 +93,7 @@ class Keeper:
             self._terminal.note(f"  saved with all its text in {where}; --no-save turns that off")
 
     def keep_ask(self, session: ChatSession) -> None:
-        """Save the chat of an `ask`, replacing the last one. Never raises, like `keep`."""
+        """Save the chat of an `ask` in place of the last one. If that fails, a warning says so."""
         folder = chats_folder() / LAST
         first = not folder.is_dir()
         try:
@@ -109,15 +109,15 @@ class Keeper:
             )
 
     def kept(self, session: ChatSession) -> str | None:
-        """Save if necessary. Returns the chat's name; None if its present state is not saved, or
-        will not stay."""
+        """Save if necessary. Returns the chat's name; None if its present state is not saved, or if
+        `close` would remove it."""
         self.keep(session)
         stays = self._named or bool(session.turns)
         return self.name if self.active and stays and not self._changed(session) else None
 
     def save(self, session: ChatSession, name: str | None = None, *, fork: bool = False) -> Path:
-        """Save now; with a `name`, under that name from now on; with `fork`, what was saved before
-        stays under its own, and on UsageError nothing has changed. Raises UsageError."""
+        """Save now; with a `name`, under that name from now on; with `fork`, as a copy under that
+        name. Raises UsageError; with `fork`, nothing has changed then."""
         self._changed(session)
         if name is not None and (fork or name != self.name):
             check_name(name, own=True)
@@ -142,11 +142,11 @@ class Keeper:
         """Replace the chat of `session` by a saved one, with its policy, budget and seed, except
         what the user stated (`given`, fields of `Settings`).
 
-        One with another model, tokenizer or number format, or with changed files is refused. But if
-        the chat has a tier of this model, --kv may differ, and the cache may be damaged. Under
-        another policy or budget, and with `reread`, the cache is not used, with `reread` the tier
-        neither: the next question reads the whole conversation again, or recalls it from the tier.
-        On UsageError nothing has changed.
+        Raises UsageError if the chat belongs to another model, tokenizer or number format, or if
+        its files were changed; then nothing has changed here. If the chat has a tier of this model,
+        --kv may differ and the cache may be damaged. Under another policy or budget, its cache is
+        not used, and the next question recalls the conversation from the tier or reads it again.
+        With `reread`, neither cache nor tier is used.
         """
         mine = self._file if name == self.name else None
         with contextlib.ExitStack() as undone, damage(name):
@@ -175,7 +175,7 @@ class Keeper:
             except FAILURES as error:
                 self._terminal.warn(f"the tier cannot be used: {explain(error).message}")
         for setting in {"reuse", "overflow", "system", "pin_system"}.difference(given):
-            if setting in saved.facts:  # otherwise an earlier version saved it
+            if setting in saved.facts:  # an earlier version did not save all of them
                 setattr(session, setting, saved.facts[setting])
         if file is not mine:
             self.close()
@@ -196,8 +196,8 @@ class Keeper:
         reread: bool,
         spare: bool,
     ) -> ChatSnapshot:
-        """The chat with its cache; without it if the caller wants that, or if the cache is `spare`
-        and cannot be used. Raises UsageError, and `DAMAGE`."""
+        """The chat with its cache; without it if the caller wants that, or if it cannot be used and
+        is `spare`, because the chat has a tier. Raises UsageError, and `DAMAGE`."""
         eviction = _chosen(session.eviction, saved.eviction, given)
         differs = self._differs(session, saved, reread=reread, spare=spare)
         try:
@@ -238,7 +238,7 @@ class Keeper:
         return identity(session, self._model[1])
 
     def _changed(self, session: ChatSession) -> bool:
-        """Whether there is something to save. Gives a new conversation a new name."""
+        """Whether there is something to save. Leaves the saved chat if the conversation is new."""
         if session.conversation != self._conversation:
             self._leave()
             self._conversation = session.conversation
@@ -251,7 +251,7 @@ class Keeper:
         return *texts, session.eviction, session.seed, session.reuse, session.rereads
 
     def _save(self, session: ChatSession, name: str | None = None, *, whole: bool = False) -> None:
-        """Save; with a `name`, under that. whole: also a tier that is in memory."""
+        """Save; with a `name`, under that name. whole: also save a tier that is in memory."""
         if self.name is None or not os.path.lexists(chats_folder() / self.name / FILE):
             name = name or self.name or time.strftime("%Y-%m-%d-%H%M%S")
             self._create(session, name, whole=whole)
@@ -272,10 +272,10 @@ class Keeper:
     def _create(
         self, session: ChatSession, name: str, *, whole: bool, forked: bool = False
     ) -> None:
-        """Save as a new chat, and save there from now on. On an error, there is no such chat.
-        forked: without its tier it is none."""
+        """Save as a new chat, and save there from now on. After an error there is no such chat.
+        forked: whether it is an error if its tier cannot be saved."""
         facts = self._identity(session)
-        there = name == self.name and (chats_folder() / name).is_dir()  # only its file is gone
+        there = name == self.name and (chats_folder() / name).is_dir()  # only its file was removed
         name = name if there else new_folder(name)
         with contextlib.ExitStack() as undone:
             if not there:
@@ -284,14 +284,14 @@ class Keeper:
             file = undone.enter_context(contextlib.closing(held(name)))
             self._settle(session, name, whole=whole, forked=forked)
             undone.pop_all()
-        self._release()  # also of a file that was removed meanwhile
+        self._release()  # somebody may have removed the old file meanwhile
         self._hold(file)
         self._last, self.saved = self._state(session), True
 
     def _settle(
         self, session: ChatSession, name: str, *, whole: bool, forked: bool = False
     ) -> None:
-        """Put the tier among the files of the chat, which is saved without it if that fails."""
+        """Move the tier to the chat's other files. If that fails, the chat is saved without it."""
         try:
             if name != LAST:
                 settle_tier(session, name, self._identity(session), whole=whole)
@@ -301,7 +301,7 @@ class Keeper:
             self._warn(f"this chat is saved without its tier: {explain(error).message}")
 
     def _hold(self, file: ChatFile) -> ChatFile:
-        """From now on this is the chat's file. Nothing is known of what is in it."""
+        """Make this the chat's file. `_last` is empty, because its content is not known."""
         self._file, self.name, self._last = file, file.name, ()
         if not file.locks:
             self._warn(
@@ -311,7 +311,7 @@ class Keeper:
         return file
 
     def _warn(self, line: str) -> None:
-        """Warn, but not twice of the same."""
+        """Show a warning, but only once."""
         if line not in self._said:
             self._said.add(line)
             self._terminal.warn(line)
@@ -325,7 +325,7 @@ class Keeper:
         self._release()
 
     def _leave(self) -> None:
-        """Close the chat, and save the next one under a name of its own."""
+        """Close the chat, so that the next one gets a name of its own."""
         self.close()
         self.name, self._named, self._last = None, False, ()
 
@@ -336,7 +336,8 @@ class Keeper:
 
 
 def _chosen(mine: EvictionConfig, own: EvictionConfig, given: Collection[str]) -> EvictionConfig:
-    """A chat's own settings of eviction, except for what the user stated, as the session has it."""
+    """The eviction settings of a saved chat (`own`), but those of the session (`mine`) where the
+    user stated them."""
     fields = {"budget"} & set(given)
     if {"policy", "options", "stride"} & set(given):
         fields |= {"policy", "policy_options", "decode", "decode_options", "stride"}
@@ -352,13 +353,13 @@ _WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
 
 
 def place(identity: Mapping[str, object], *, saved: bool) -> Place:
-    """The place for the tier of a new chat. identity: of its session. Raises UsageError."""
+    """The place for the tier of a new chat. identity: that of its session. Raises UsageError."""
     from minikv.chat.recall import Place
     from minikv.chat.store import sweep
 
     try:
         folder = private(chats_folder() if saved else cache_folder())
-        sweep(folder, _WAITING)  # what was killed before its first save
+        sweep(folder, _WAITING)  # remains of chats that were killed before their first save
     except OSError as error:
         raise UsageError(explain(error).message) from None
     return Place(folder / f".tier-{secrets.token_hex(8)}.kv", _own(identity), saved)
@@ -376,9 +377,9 @@ def find_tier(
     given: Collection[str],
     warn: Callable[[str], None],
 ) -> FileRows | None:
-    """The tier of a saved chat, which may be the session's own. None if it has none that is of this
-    model and, if the user gave it, of --tier-dtype, and that can be used. Warns where it is damaged
-    or open elsewhere."""
+    """The tier of a saved chat, which may be the session's own. None if there is none, if it cannot
+    be used, or if it is of another model, or of another --tier-dtype than the user stated. Warns if
+    it is damaged or open elsewhere."""
     from minikv.cache.tier_file import FileRows, Header
     from minikv.cache.tier_rows import TierError, columns_of
 
@@ -407,9 +408,9 @@ def find_tier(
 def settle_tier(
     session: ChatSession, name: str, identity: Mapping[str, object], *, whole: bool
 ) -> None:
-    """Put the session's tier among the files of a saved chat, if it is in a file; with `whole`,
-    also a copy of one that is in memory, and all of it is on disk. Raises TierError, UsageError,
-    OSError, and what torch raises when memory runs out; then it is where it was."""
+    """Move the session's tier, if it is in a file, to the files of a saved chat. whole: also write
+    a copy of a tier that is in memory, and flush the file to disk. Raises TierError, UsageError,
+    OSError, and what torch raises when memory runs out; the tier is then where it was."""
     recall, rows, path = session.recall, session.recall.file, chats_folder() / name / TIER
     if rows is not None and whole:
         rows.sync()

@@ -1,5 +1,6 @@
-"""Saved chats by name: their list, and how one is read. Version 0.1.0 saved a chat as `chat.jsonl`
-beside files with the documents and the cache; it is read here, too. Needs no torch."""
+"""Lists saved chats, and reads the file of one and the records in it. Version 0.1.0 saved a chat as
+`chat.jsonl` beside files with its documents and its cache; that is read here, too. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -35,18 +36,19 @@ from minikv.cli.saved.database import (
 from minikv.errors import UsageError
 
 TRANSCRIPT = "chat.jsonl"
-_FILES = (FILE, TRANSCRIPT, NEW)  # one of them is in every chat's folder
-_NAMED = 5  # chats that an error names
-_TITLE = 200  # characters that are shown
+_FILES = (FILE, TRANSCRIPT, NEW)  # every chat's folder has at least one of them
+_NAMED = 5  # the most chats that an error names
+_TITLE = 200  # the most characters of a title
 
 Rows = Callable[[str], Sequence[Any]]
-"""The rows of a chat by table, as `ChatFile.rows`."""
+"""A function that returns the rows of one of a chat's tables, like `ChatFile.rows`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A saved chat in a list. saved: seconds since 1970. nbytes: of its files. title: its first
-    question, cut; or that the chat is damaged, of which nothing else is known then."""
+    """A saved chat in a list. saved: when, in seconds since 1970. nbytes: the size of its files.
+    title: its first question, cut; for a damaged chat, of which nothing else is known, that it is
+    damaged."""
 
     name: str
     saved: float = 0.0
@@ -58,7 +60,7 @@ class Entry:
 
 
 def listing() -> list[Entry]:
-    """All saved chats, the newest first. Anything else in the directory is left out."""
+    """All saved chats, the newest first, without anything else in their directory."""
     try:
         names = sorted(filter(is_name, os.listdir(chats_folder())))
     except OSError:
@@ -73,7 +75,7 @@ def _entry(name: str) -> Entry | None:
     if not files:
         return None
     found = Entry(name)
-    with contextlib.suppress(OSError):  # one was removed meanwhile
+    with contextlib.suppress(OSError):  # somebody has removed it meanwhile
         sizes = [path.lstat().st_size for path in folder.rglob("*")]
         found = Entry(name, files[0].stat().st_mtime, sum(sizes))
     with contextlib.suppress(UsageError), reading(name) as rows:
@@ -85,7 +87,8 @@ def _entry(name: str) -> Entry | None:
 
 
 def newest() -> str:
-    """The name of the chat that was saved last, no `ask`. Raises UsageError if there is none."""
+    """The name of the chat that was saved last, other than by `ask`. Raises UsageError if there is
+    none."""
     chats = [entry for entry in listing() if not entry.damaged and entry.name != LAST]
     if not chats:
         raise UsageError(f"no saved chat in {chats_folder()}", "chats are saved after every turn")
@@ -110,8 +113,8 @@ def unknown(name: str) -> UsageError:
 
 @contextlib.contextmanager
 def damage(name: str, hint: str = "") -> Iterator[None]:
-    """Turns every error that a damaged file leads to into one UsageError with the reason, and that
-    of a chat that is not there."""
+    """Turns every error that a damaged or missing file causes into one UsageError with the
+    reason."""
     try:
         yield
     except OSError as error:
@@ -131,7 +134,8 @@ def damage(name: str, hint: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(name: str) -> Iterator[Rows]:
-    """The rows of a chat, inside. Raises UsageError, also for what reading them raises inside."""
+    """A context for reading the rows of a chat. Raises UsageError, also in place of the errors that
+    reading them raises inside."""
     check_name(name)
     with damage(name):
         if is_old(chats_folder() / name):
@@ -142,7 +146,7 @@ def reading(name: str) -> Iterator[Rows]:
 
 
 def facts_of(rows: Rows) -> Mapping[str, Any]:
-    """What a chat's file says of it, as JSON. Raises `DAMAGE`."""
+    """The facts about a chat in its file. Raises `DAMAGE`."""
     ((facts, _),) = rows("chat")
     return decoded(facts)
 
@@ -230,15 +234,15 @@ _FACTS = "title turns identity seed system pin_system opened_with pending curve 
 
 
 def is_old(folder: Path) -> bool:
-    """Whether a chat was saved by version 0.1.0, and not opened since."""
+    """Whether version 0.1.0 saved this chat and no later version has converted it."""
     return os.path.lexists(folder / TRANSCRIPT) and not os.path.lexists(folder / FILE)
 
 
 def old_rows(folder: Path) -> Rows:
-    """The rows that the new file of such a chat has. Raises OSError and `DAMAGE`, as they do."""
+    """The rows for the new file of such a chat. Raises OSError and `DAMAGE`; so do the rows."""
 
     def read(line: Mapping[str, Any]) -> bytes:
-        """The bytes of a file that a line names."""
+        """The content of the file that a line names."""
         path = folder / os.path.basename(line["file"])
         with opened(path) as file:
             data: bytes = file.read()
@@ -283,8 +287,8 @@ def _json(line: Mapping[str, Any], *keys: str) -> str:
 
 
 def remove_old(folder: Path) -> None:
-    """Remove the files of a chat that has its new file. The transcript goes last: while it is
-    there, this is done again."""
+    """Remove the old files of a chat that has its new file. The transcript goes last, so that a
+    removal that was killed is repeated."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == TRANSCRIPT):
         if _OLD.fullmatch(path.name):
             path.unlink(missing_ok=True)

@@ -55,13 +55,13 @@ if TYPE_CHECKING:
 
 
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
-"""The fields of an identity that a loaded chat replaces, so that they need not agree."""
+"""The fields of an identity that need not agree, because a loaded chat sets them."""
 
 _UNITS = ("rows", "share", "bytes", "auto")
 
 
 def identity(session: ChatSession, model: Mapping[str, object]) -> dict[str, object]:
-    """The settings that a saved cache depends on. `model`: from `model_identity`."""
+    """Everything that a saved cache depends on. model: what `model_identity` returns."""
     eviction = session.eviction
     return {
         "format": 1,
@@ -98,8 +98,8 @@ def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
 
 
 def differences(here: Mapping[str, object], there: Mapping[str, Any]) -> str:
-    """In what a session differs from what a cache belongs to, policy and budget aside, in words; ""
-    if in nothing."""
+    """How a session (`here`) differs from the one that saved a cache (`there`), policy and budget
+    aside, in words; "" if it does not."""
     different = [key for key in here if key not in POLICY and here[key] != there.get(key)]
     if "weights" in different and "model" in different:
         different.remove("weights")
@@ -109,24 +109,24 @@ def differences(here: Mapping[str, object], there: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value of an identity for a message; hashes are cut."""
+    """A value of an identity for a message, with hashes cut."""
     text = "nothing" if value is None else str(value) or "none"
     return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{20,}", text) else text
 
 
 def model_identity(session: ChatSession) -> dict[str, object]:
-    """Name and revision for people, and hashes of the weights and of the tokenizer."""
+    """The model's name and revision, for people, and hashes of its weights and its tokenizer."""
     facts, folder = session.facts, model_folder(session)
     named = {"model": facts.model, "revision": facts.revision}
     if folder is None:
         return {**named, "weights": "", "tokenizer": ""}
     if not facts.revision:
-        named["model"] = "bundled" if folder == BUNDLED else folder.name  # in any place
+        named["model"] = "bundled" if folder == BUNDLED else folder.name  # it may be moved
     return {**named, **digests(folder)}
 
 
 def model_folder(session: ChatSession) -> Path | None:
-    """The folder or file from which the session's model was loaded; None if there is none."""
+    """The folder or file that the session's model was loaded from; None if there is none."""
     name = session.facts.model
     if not name:
         return None
@@ -138,14 +138,15 @@ def model_folder(session: ChatSession) -> Path | None:
 
 
 CACHE_BYTES = 512 << 20
-"""A larger cache, usually one without eviction, is not saved with the chat."""
+"""The most bytes of a cache that is saved with its chat. A larger one has usually evicted
+nothing."""
 _RUN = {"model", "revision", "dtype", "seed", "system", "pin_system", "kv", "weights"}
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A chat that was read and checked. Its cache was not read yet. tokens: of the conversation.
-    curve: as `ChatSession.curve`."""
+    """A chat that was read and checked, without its cache. tokens: those of the conversation.
+    curve: as in `ChatSession.curve`."""
 
     name: str
     facts: Mapping[str, Any]
@@ -162,7 +163,7 @@ class Saved:
 
     def without_cache(self, known: bool = True) -> ChatSnapshot:
         """The chat without its cache: the next question reads the whole conversation again, except
-        what a tier has of it. known: its tokens are."""
+        for what a tier has of it. known: whether its tokens may be used."""
         from minikv.chat.snapshot import ChatSnapshot, Conversation
 
         said = Conversation(
@@ -179,8 +180,8 @@ class Saved:
 
 
 def held(name: str) -> ChatFile:
-    """A chat to read and to save, locked. One of an earlier version, and one whose cache alone is
-    damaged, is written anew first. Raises UsageError."""
+    """Open a chat for reading and saving, and lock it. Rewrites it first if an earlier version
+    saved it, or if only its cache is damaged. Raises UsageError."""
     check_name(name)
     folder = chats_folder() / name
     with damage(name):
@@ -199,9 +200,9 @@ def held(name: str) -> ChatFile:
 
 
 def _write_anew(name: str, rows: Rows, no_cache: str = "") -> None:
-    """Write a new file for a chat. no_cache: why it has no cache from now on. Raises OSError and
-    `DAMAGE`."""
-    read_from(name, rows)  # what cannot be read does not replace what can
+    """Write a new file for a chat. no_cache: why the new file has no cache; "" if it has one.
+    Raises OSError and `DAMAGE`."""
+    read_from(name, rows)  # an unreadable chat must not replace a readable one
     made = {table: rows(table) for table in TABLES if table != "cache" or not no_cache}
     if no_cache:
         ((_, tokens),) = made["chat"]
@@ -211,18 +212,18 @@ def _write_anew(name: str, rows: Rows, no_cache: str = "") -> None:
 
 
 def resumed(settings: Settings, name: str, given: Collection[str]) -> Settings:
-    """The settings to build a saved chat's session with: those it was run with, except for the
-    fields that the user stated (`given`). `Keeper.load` sets the policy and its budget. Raises
-    UsageError. Needs no torch."""
+    """The settings for building the session of a saved chat: its own, except for the fields that
+    the user stated (`given`). `Keeper.load` sets policy and budget later. Raises UsageError. Needs
+    no torch."""
     with reading(name) as rows:
         run = facts_of(rows)["run"]
         if set(run) != _RUN:
             raise ValueError("it does not say how it was run")
-        if run["weights"] not in WEIGHTS:  # a form of the file's own, in older chats
+        if run["weights"] not in WEIGHTS:  # older chats name the form of the file itself
             run["weights"] = "auto"
     fields = {field: value for field, value in run.items() if field not in given}
     if not set(given) & {"policy", "decode", "budget", "stride", "options"}:
-        fields |= {"policy": "full", "decode": "auto"}  # the budget does not matter until then
+        fields |= {"policy": "full", "decode": "auto"}  # until `Keeper.load` sets the chat's own
     if "model" in given:
         fields.pop("revision", None)
     return replace(settings, **fields)
@@ -235,7 +236,7 @@ def read(name: str) -> Saved:
 
 
 def read_from(name: str, rows: Rows) -> Saved:
-    """As `read`. Raises `DAMAGE` for anything missing or altered."""
+    """Like `read`, from open rows. Raises `DAMAGE` if anything is missing or altered."""
     from minikv.cli.documents.text import one_line
 
     ((text, tokens),) = rows("chat")
@@ -270,7 +271,7 @@ def read_from(name: str, rows: Rows) -> Saved:
 
 
 def read_cache(rows: Rows, saved: Saved, kv: KVCache) -> ChatSnapshot:
-    """The chat with its cache, for `kv`. Raises UsageError if that cannot be used."""
+    """The chat with its cache, for use in `kv`. Raises UsageError if the cache cannot be used."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -314,8 +315,8 @@ def read_cache(rows: Rows, saved: Saved, kv: KVCache) -> ChatSnapshot:
 def rows_of(
     session: ChatSession, identity: Mapping[str, object], *, ask: bool = False, same: int = 0
 ) -> dict[str, Iterable[Any]]:
-    """The chat as the rows of its file. ask: it is that of the last `ask`. same: the first turns,
-    which are left out. Raises MemoryError."""
+    """The rows of a chat's file. ask: whether it is the chat of the last `ask`. same: how many
+    turns at the beginning to leave out. Raises MemoryError."""
     turns = session.turns
     documents = (document for turn in turns for document in turn.documents)
     texts = list(dict.fromkeys((*documents, *session.pending)))
@@ -349,7 +350,7 @@ def rows_of(
 
 
 def _cache(session: ChatSession) -> tuple[bytes, str]:
-    """The cache as a safetensors file; b"" and the reason if it is not saved."""
+    """The cache as a safetensors file and ""; or b"" and why the cache is not saved."""
     if not session.fed:
         return b"", "nothing had been read when the chat was saved"
     held_bytes = session.engine.kv.stats().held_bytes
@@ -368,7 +369,7 @@ def _cache(session: ChatSession) -> tuple[bytes, str]:
     try:
         return save(tensors, {"state": json.dumps(state)}), ""
     except BaseException as error:
-        # The library raises this if memory is short: not an Exception, and without a public name.
+        # The library raises this if memory is short. It is no Exception, and has no public name.
         if type(error).__name__ != "PanicException":
             raise
         raise MemoryError from None
@@ -381,7 +382,7 @@ def _turn_row(turn: Turn, texts: Sequence[Document]) -> tuple[str, str, str]:
 
 
 def _run(session: ChatSession) -> dict[str, object]:
-    """The fields of `Settings` for building this session again, except its policy."""
+    """The fields of `Settings` that `resumed` needs to build this session again."""
     facts, folder = session.facts, model_folder(session)
     model = facts.model
     if folder is None or folder == BUNDLED:

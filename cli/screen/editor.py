@@ -36,7 +36,7 @@ from minikv.cli.screen.text import clean
 
 
 class HistoryFile(FileHistory):
-    """prompt_toolkit's file of messages. Where it cannot be written, the chat goes on without."""
+    """prompt_toolkit's file of messages. If it cannot be written, the chat continues without it."""
 
     def store_string(self, string: str) -> None:
         with contextlib.suppress(OSError):
@@ -45,8 +45,8 @@ class HistoryFile(FileHistory):
 
 
 def history_in(path: Path | None) -> History:
-    """The messages of a regular file that only its user may read; where there is none, and none can
-    be made, those of this chat alone."""
+    """The messages in this file, which is created if necessary; only those of this chat if there is
+    no path, or if the file cannot be used."""
     with contextlib.suppress(OSError):
         if path is not None:
             private(path.parent)
@@ -56,9 +56,9 @@ def history_in(path: Path | None) -> History:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether it is a regular file. It is made if it is not there, and only its user may read it.
-    Raises OSError."""
-    # Neither a link is followed nor a pipe waited for.
+    """Create the file if necessary, and let only its user read it. False if it is not a regular
+    file. Raises OSError."""
+    # These flags follow no link, and do not wait for the reader of a pipe.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(path, flags, 0o600), "wb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -85,8 +85,8 @@ class Help:
 
 
 def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callable[[], str]:
-    """Return a function that reads one message. history: the file of earlier lines; without it
-    nothing stays after the chat.
+    """Return a function that reads one message. history: the file of earlier messages; None: keep
+    them only during this chat.
 
     The function raises EOFError at the end of the input and KeyboardInterrupt on Ctrl-C. In the
     line editor, Ctrl-C on a line with text returns "". Everything is shown on stderr. A plain
@@ -129,8 +129,8 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
 
 @contextlib.contextmanager
 def _ending(app: Application[str]) -> Iterator[None]:
-    """A context in which the signals of `ends` end the prompt like a key, so that its toolbar is
-    removed. A signal also ends the chat if the prompt already has its answer."""
+    """A context in which the signals of `ends` end the prompt as a key would, so that its toolbar
+    is removed. They end the chat even if the prompt has just been answered."""
     came = False
 
     def end(signum: int, frame: FrameType | None) -> None:

@@ -1,5 +1,5 @@
-"""Keeps keys that are typed while no prompt is shown, without showing them, for reading them in
-order later.
+"""Keeps the keys that are typed while no prompt is shown, without showing them, and gives them to
+the next prompt in order.
 
 A terminal that edits lines itself turns Enter into Ctrl-J, which is a new line for the line editor.
 So while a chat works, its terminal passes keys on unchanged. Ctrl-C, Ctrl-Z and Ctrl-\\ stay
@@ -26,29 +26,28 @@ if TYPE_CHECKING:
 
 Mode = list[Any]
 Handler = Callable[[int, FrameType | None], None]
-_INPUT, _LOCAL, _SIGNS = 0, 3, 6  # places in what tcgetattr gives
+_INPUT, _LOCAL, _SIGNS = 0, 3, 6  # indices into the result of tcgetattr
 _MARKED, _UNMARKED = "\x1b[?2004h", "\x1b[?2004l"  # the marks of a paste
 
 
 class Keyboard:
-    """The terminal of a chat with a line editor, from `open` to `close`.
+    """The keyboard of a chat with a line editor, from `open` to `close`.
 
-    prompt_toolkit keeps the keys that were typed after an Enter, in `input` once there is a line
-    editor.
-    """
+    prompt_toolkit keeps the keys that were typed after an Enter, for the `input` of its line
+    editor."""
 
     def __init__(self, stdin: TextIO, err: TextIO) -> None:
         self._number = stdin.fileno()
         self._err = err
-        self._early = ""  # text typed before there was a line editor
+        self._early = ""  # what was typed before there was a line editor
         self._input: Input | None = None
         self._asks = False
         self._before = _mode(self._number)
         self._open = contextlib.ExitStack()
 
     def open(self) -> None:
-        """Switch the terminal. The caller must already hold this keyboard and close it, because
-        from here on a signal may end the program at any moment."""
+        """Switch the terminal's mode. The caller must already be prepared to call `close`, because
+        a signal may end the program at any moment from here on."""
         # A shell that continues the chat may have changed the terminal.
         self._open.enter_context(resuming(self._resumed))
         self._wait()
@@ -71,7 +70,8 @@ class Keyboard:
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """A context for a question of minikv: keys typed before do not answer it, and are kept."""
+        """A context for a question that minikv asks: keys typed before it do not answer it, and are
+        kept for later."""
         held = [*self.take(), *_keys(self._typed())]
         try:
             yield
@@ -79,7 +79,7 @@ class Keyboard:
             self._put(held)
 
     def take(self) -> list[KeyPress]:
-        """Take all keys that no line has used yet."""
+        """Remove and return the keys that no prompt has used yet."""
         from prompt_toolkit.input.typeahead import get_typeahead
 
         return [] if self._input is None else get_typeahead(self._input)
@@ -144,7 +144,7 @@ def _keys(text: str) -> list[KeyPress]:
 
 @contextlib.contextmanager
 def unechoed(stream: TextIO) -> Iterator[None]:
-    """Inside, the terminal of `stream` does not echo keys."""
+    """A context in which the terminal of `stream` does not echo keys."""
     echoed = False
 
     def switch(on: bool = False) -> None:
@@ -153,7 +153,7 @@ def unechoed(stream: TextIO) -> Iterator[None]:
             number = stream.fileno()
             mode = _mode(number)
             if mode is not None and bool(mode[_LOCAL] & termios.ECHO) != on:
-                echoed = True  # also in the background, where echo cannot be switched off
+                echoed = True  # even if this process is in the background and cannot switch it off
                 mode[_LOCAL] ^= termios.ECHO
                 _set(number, mode)
 
@@ -167,8 +167,8 @@ def unechoed(stream: TextIO) -> Iterator[None]:
 
 
 def resuming(act: Callable[[], object]) -> contextlib.AbstractContextManager[None]:
-    """Inside, `act` is called when the process continues after it was stopped: the shell has then
-    used the terminal."""
+    """A context in which `act` is called whenever the process continues after a stop, because the
+    shell has used the terminal meanwhile."""
     before = signal.getsignal(signal.SIGCONT)
 
     def resumed(signum: int, frame: FrameType | None) -> None:
@@ -181,7 +181,8 @@ def resuming(act: Callable[[], object]) -> contextlib.AbstractContextManager[Non
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
-    """Inside, these functions handle the signals: in the main thread, which alone may."""
+    """A context in which these functions handle the signals. It does nothing outside the main
+    thread, which alone can handle signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -194,8 +195,8 @@ def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
 
 
 def _in_front(number: int) -> bool:
-    """Whether this process is in the foreground. In the background, the system would stop it when
-    it uses the terminal."""
+    """Whether this process is in the foreground. The system stops a process in the background that
+    uses the terminal."""
     try:
         return os.tcgetpgrp(number) == os.getpgrp()
     except OSError:

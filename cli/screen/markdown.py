@@ -47,21 +47,21 @@ _ORNAMENT = re.compile(r"[\x00-\x2f\x3a-\x40\x5b-\x60\x7b-\x7f\u2022\u2500-\u257
 
 
 class Answer:
-    """One answer while it streams. Every method returns the text to write.
+    """One answer while it is written. Every method returns the text to write.
 
-    size(): columns and rows of the terminal, called at every piece, because after a resize the
-    current line or table is not formatted.
+    size(): columns and rows of the terminal. It is called for every piece, because the current line
+    or table is not formatted after a resize.
     """
 
     def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool) -> None:
         self._size = size
         self._formatter = _Formatter(colour=colour)
         self._window = size()
-        self._rows = Rows(self._window[0] - 1)  # of the line or table that can be erased
+        self._rows = Rows(self._window[0] - 1)  # the rows of the current line or table
         self._line = ""  # the current line
-        self._begun = False  # whether it is on the screen: blanks at its start are held back
-        self._raw = False  # whether it is code, which is never broken
-        self._table: list[str] = []  # the lines of the table before it
+        self._begun = False  # whether some of it is on the screen: blanks at its start wait
+        self._raw = False  # whether the line is code, which is never broken
+        self._table: list[str] = []  # the lines before it that belong to the same table
         self._fence = ""  # the marks that opened the code
         self._code: Code | None = None  # its colours, if it has any
         self._in_list = False  # indented lines belong to a list, they are not code
@@ -69,7 +69,7 @@ class Answer:
         self._any = False  # whether anything was written
 
     def push(self, piece: str) -> str:
-        """The text to write for a piece that went through `clean`."""
+        """The text to write for a piece of the answer. The piece must have gone through `clean`."""
         self._look()
         first, *others = piece.split("\n")
         out = self._more(first)
@@ -94,8 +94,8 @@ class Answer:
         return out if self._any else "\n"
 
     def disturb(self) -> None:
-        """Call when the window was resized or other output was written to it: the current line or
-        table is then not formatted."""
+        """Leave the current line or table unformatted, because the window was resized or other
+        output was written to it."""
         self._window = self._size()
         self._rows.width = self._window[0] - 1
         self._rows.known = False
@@ -164,7 +164,8 @@ class Answer:
         return "" if formatted is None else self._again(formatted, "")
 
     def _again(self, formatted: str | None, otherwise: str = "\n") -> str:
-        """Write the line or table again if all of it can still be erased; otherwise end it."""
+        """The text that erases the line or table and writes it formatted; the text that ends it if
+        it can no longer be erased."""
         rows = self._rows
         if formatted is None or not rows.known or rows.count >= self._window[1]:
             return rows.flush() + otherwise
@@ -175,7 +176,8 @@ class Answer:
 class Rows:
     """Breaks the current block between words, and counts its rows on the screen.
 
-    `known` becomes False when the terminal breaks a line itself: at a word wider than the window.
+    `known` becomes False when the terminal breaks a line itself, at a word wider than the window:
+    the count is then wrong.
     """
 
     def __init__(self, width: int) -> None:
@@ -213,14 +215,14 @@ class Rows:
                 out += line[self._shown :] + "\n"
                 self.count += 1
                 self._row, self._shown = self._row[end:], 0
-            else:  # a word that is wider than a row, or was begun far from the margin
+            else:  # the word is wider than a row, or began far from the margin
                 self.known = False
                 out += self._row[self._shown :]
                 self._row = " " * (cells(self._row) % (self.width + 1))
                 self._shown = len(self._row)
         safe = len(self._row)
         if self._row and self.width - cells(self._row) < _NEAR:
-            # Near the margin the last word waits, which may not fit, and so do the blanks before.
+            # Near the margin, the last word may not fit: it waits, with the blanks before it.
             *_, last = units(self._row)
             safe = len(self._row[: len(self._row) - len(last)].rstrip(" "))
         out += self._row[self._shown : safe]
@@ -232,17 +234,18 @@ class Rows:
 
 
 class _Formatter:
-    """Turns Markdown into text with styles, or into None if that would lose a word."""
+    """Formats Markdown as text with styles. Its results are None where that would lose a word."""
 
     def __init__(self, *, colour: bool) -> None:
         self._parser = MarkdownIt("commonmark", {"html": False})
         self._parser.enable(["table", "strikethrough"])
         self._parser.core.ruler.disable(["text_join"])  # it loses which signs had a \
-        self._console = Console(width=80)  # rich takes defaults from it; nothing is printed
+        self._console = Console(width=80)  # rich needs one for its defaults; it prints nothing
         self._colour = colour
 
     def code(self, language: str) -> Code | None:
-        """The colours for a block of code, if the terminal has colours and knows the language."""
+        """The code of a block in this language, if the terminal has colours and pygments knows
+        it."""
         if not self._colour or not language.strip():
             return None
         return code_in(language)
@@ -252,7 +255,7 @@ class _Formatter:
         return _ansi(line.render(self._console))
 
     def line(self, source: str, width: int) -> str | None:
-        """A line for `width` columns, without a newline at its end."""
+        """A formatted line of at most `width` columns, without a newline at its end."""
         body = source.strip(" \t")
         indent = " " * (len(source) - len(source.lstrip(" \t")))
         style, first, later = _NONE, "", ""

@@ -25,10 +25,10 @@ _WIDEST, _NARROWEST = 40, 6  # columns of the bar
 
 
 class Live:
-    """The line of one piece of work, called as `live(done, total)`.
+    """The live line of one piece of work: call `live(done, total)` to update it.
 
-    `label` is what the line begins with. `unit` is "tok", "B" (bytes, shown in binary units), or
-    any other word.
+    label: the beginning of the line. unit: "tok", "B" (bytes, shown in binary units), or any other
+    word.
     """
 
     def __init__(self, terminal: Terminal, label: str, unit: str = "tok") -> None:
@@ -37,10 +37,11 @@ class Live:
         self.restart(label)
 
     def restart(self, label: str, *, announced: bool = False) -> None:
-        """Begin the next piece of work, on the same line. announced: a line has announced it."""
+        """Begin the next piece of work on the same line. announced: a note has announced it
+        already."""
         self.label = label
         self._announced = announced
-        # Times and amounts done; the first amount is that of a resumed download.
+        # Times and amounts done. A resumed download begins with what it has.
         self._done: deque[tuple[float, int]] = deque()
 
     def __call__(self, done: int, total: int) -> None:
@@ -59,7 +60,7 @@ class Live:
         return (done - before) / (now - then) if now > then and done > before else 0.0
 
     def _drawn(self, done: int, total: int) -> str:
-        """The line. What does not fit is left out, the rate first."""
+        """The line, without the figures that do not fit: the rate is left out first."""
         rate = self._rate()
         left = f"{duration((total - done) / rate)} left" if rate else ""
         count = amounts(done, total, self._unit)
@@ -76,11 +77,11 @@ class Live:
 
 
 class Loading:
-    """Shows the progress of downloading and loading a model: the `Progress` of
+    """Shows the progress of downloading and loading a model, as the `Progress` of
     `minikv.models.load`.
 
-    After `cancel`, which a signal handler may call, the next report raises Interrupted. A download
-    runs in threads, which an exception in the main thread would not stop.
+    After `cancel`, which a signal handler may call, the next report raises Interrupted. An
+    exception in the main thread would not stop the threads of a download.
     """
 
     def __init__(self, terminal: Terminal) -> None:
@@ -107,7 +108,7 @@ class Loading:
         self._terminal.note(self._terminal.words(line))
 
     def kernels(self) -> None:
-        """The kernels will be compiled now, without known progress."""
+        """Say that the kernels are being compiled. How far that is cannot be known."""
         line = "compiling the C kernels, once on this machine: ten seconds to half a minute"
         if self._terminal.live:
             self._terminal.status(line)
@@ -150,12 +151,12 @@ def duration(seconds: float) -> str:
     return "a long time"
 
 
-_LAST = 400  # characters that are stored for the live line
+_LAST = 400  # the most characters of thoughts that are kept for the live line
 
 
 class Thinking:
-    """The thoughts of one answer, called as `thinking(piece, tokens)` (`Say`). tokens: how many
-    there are that `end` has not told yet."""
+    """Shows the thoughts of one answer: call `thinking(piece, tokens)` for each piece. tokens: how
+    many there are so far; 0 once `end` has told them."""
 
     def __init__(self, terminal: Terminal) -> None:
         self.tokens = 0
@@ -172,14 +173,14 @@ class Thinking:
         piece = clean(piece)
         if self._how == "show":
             text = (self._text + piece).rstrip("\n")
-            self._text = (self._text + piece)[len(text) :]  # line ends wait for what follows
+            self._text = (self._text + piece)[len(text) :]  # line ends wait for more text
             self._terminal.think(self._rows.write(text))
             return
         self._text = (self._text + piece)[-_LAST:]
         self._terminal.frame(self._line, "dim")
 
     def _line(self) -> str:
-        """The live line: as much of the end of the thoughts as fits."""
+        """The live line, with as much of the end of the thoughts as fits."""
         line = f"thinking  {self.tokens:,} tok"
         room = self._terminal.screen.width - 1 - len(line) - 2
         text = " ".join(self._terminal.writable(self._text).split())
@@ -190,7 +191,7 @@ class Thinking:
         return f"{line}  {dots}{''.join(end)}"
 
     def end(self) -> None:
-        """Call before the answer, or when there will be none: leaves the one line."""
+        """Call before the answer, or when there will be none: replaces the live line by a note."""
         tokens, self.tokens = self.tokens, 0
         if not tokens:
             return

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def level(share: float, most: int) -> int:
-    """0 to `most` for a share of 0 to 1, rounded up, so that only a share of 0 gives 0."""
+    """A step from 0 to `most` for a share from 0 to 1, rounded up, so that only 0 gives 0."""
     if share <= 0:
         return 0
     # The small term undoes rounding errors: a share of 0.1 of ten steps is one step.
@@ -31,7 +31,7 @@ def strip(values: Sequence[float], largest: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Whole percent, rounded down, except that 100% may lack one in a million."""
+    """Whole percent, rounded down; 100% also for all but one in a million."""
     whole = math.floor(100 * share + 1e-4)
     return "<1%" if share > 0 and whole < 1 else f"{whole}%"
 
@@ -128,7 +128,8 @@ def _fidelity(lost: Fidelity) -> str:
 
 
 def header(session: ChatSession, version: str, max_tokens: int) -> str:
-    """The first lines of a chat: machine, model, policy, documents. max_tokens: of an answer."""
+    """The first lines of a chat: machine, model, policy, documents. max_tokens: the longest
+    answer."""
     facts = session.facts
     at = f" @ {facts.revision[:12]}" if facts.revision else ""
     form = facts.dtype if facts.form == "plain" else f"{facts.form} in {facts.dtype}"

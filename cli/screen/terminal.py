@@ -1,5 +1,5 @@
-"""The only module that writes to the terminal: answers to stdout, everything else to stderr, all of
-it filtered.
+"""The only module that writes to the terminal: answers go to stdout, everything else to stderr, all
+of it filtered.
 
 Model output, documents, file names and library messages are not trusted: an escape sequence in them
 could set the window's title, fill the clipboard or hide text, and rich lets it through. So all text
@@ -40,8 +40,8 @@ class OutputError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What a terminal can show: columns, whether it has colours, and its rows (0: no limit, as in a
-    file)."""
+    """What a terminal can show: how many columns, whether colours, and how many rows (0: no limit,
+    as in a file)."""
 
     width: int = 80
     colour: bool = False
@@ -49,8 +49,8 @@ class Screen:
 
 
 class Terminal:
-    """Writes the answer to stdout and everything else to stderr. Colour, live lines and Markdown
-    only on a terminal. `plain`: no escape sequences.
+    """Writes the answer to stdout and everything else to stderr. Only a terminal gets colours, live
+    lines and formatted Markdown. `plain`: no escape sequences.
     `records`: stdout gets a JSON record per turn instead of the answer. `warned`: the warnings
     since the last record. `thoughts`: how those of a reasoning model are shown
     (`minikv.cli.screen.progress`). `chat`: messages name what to type in a chat, not flags.
@@ -80,8 +80,8 @@ class Terminal:
         return Screen(width, self.colour, rows if _is_tty(self.err) else 0)
 
     def open_keyboard(self) -> None:
-        """Until `close`, keep the keys that are typed while no prompt is shown, without showing
-        them. A plain terminal does that itself."""
+        """Until `close`, keep keys that are typed while no prompt is shown, and do not show them. A
+        plain terminal does that itself."""
         if not self.plain and _is_tty(self.err):
             self.keyboard = Keyboard(sys.stdin, self.err)
             self.keyboard.open()
@@ -94,8 +94,8 @@ class Terminal:
             self.keyboard = None
 
     def asking(self) -> contextlib.AbstractContextManager[None]:
-        """A context for a question of minikv: keys typed before do not answer it, and are kept, or
-        dropped on a plain terminal."""
+        """A context for a question that minikv asks: keys typed before it do not answer it. They
+        are kept for later; on a plain terminal, they are dropped."""
         if self.keyboard:
             return self.keyboard.set_aside()
         with contextlib.suppress(termios.error, OSError):
@@ -123,7 +123,8 @@ class Terminal:
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:
-        """Around work that shows a live line, which is removed at the end: keys are not echoed."""
+        """A context for work that shows a live line, which is removed at the end. Keys are not
+        echoed."""
         try:
             with unechoed(self.err) if self.live else contextlib.nullcontext():
                 yield
@@ -131,8 +132,7 @@ class Terminal:
             self.clear_status()
 
     def answer(self, piece: str) -> None:
-        """Write a piece of the answer at once, but newlines at its end only when more text
-        follows."""
+        """Write a piece of the answer at once. Newlines at its end wait until more text follows."""
         self.clear_status()
         text = self._passed(piece)
         if self._answer is not None:
@@ -160,8 +160,8 @@ class Terminal:
         return encodable(clean(text), _encoding(self.out))
 
     def data(self, text: str, *, fold: bool = False) -> None:
-        """Write an output that is not an answer (a table, JSON) to stdout, with a newline. fold: on
-        a terminal, break lines between words."""
+        """Write output that is not an answer (a table, JSON) to stdout, with a newline. fold: break
+        its lines between words if stdout is a terminal."""
         self.clear_status()
         text = clean(text)
         self._write(self.out, (_folded(text, self.out) if fold else text) + "\n")
@@ -174,11 +174,11 @@ class Terminal:
         self._write(self.err, self._styled(self.set(text), style) + "\n")
 
     def set(self, text: str) -> str:
-        """`text` as a message shows it: filtered, and in lines that fit on a terminal."""
+        """`text` as a message shows it: filtered, and broken into lines that fit on a terminal."""
         return _folded(clean(text), self.err)
 
     def words(self, text: str) -> str:
-        """`text`, with remedies that it names in Python as they are typed here."""
+        """`text`, with its remedies in Python replaced by what to type here."""
         if "`" not in text:
             return text
         from minikv.cli.settings.config import worded  # knows all settings
@@ -186,13 +186,13 @@ class Terminal:
         return worded(text, chat=self.chat)
 
     def note(self, text: str, style: str = "dim") -> None:
-        """A line on stderr that --quiet silences."""
+        """A line on stderr, unless --quiet silences it."""
         if not self.quiet:
             self.say(text, style)
 
     def warn(self, text: str) -> None:
-        """A warning, one line, which names remedies as `words` does. --quiet silences it, but not
-        in the record of the turn."""
+        """A warning in one line, with remedies as in `words`. --quiet silences it, but the record
+        of the turn still has it."""
         text = self.words(text)
         self.warned.append(text)
         self.note(f"! {text}", "warn")
@@ -213,7 +213,7 @@ class Terminal:
         return True
 
     def confirmed(self, question: str, *, yes: bool) -> bool:
-        """Whether the user agrees, with "y" or "yes", that something is removed. yes: do not ask.
+        """Ask whether something may be removed; only "y" and "yes" mean yes. yes: do not ask.
         Raises UsageError if standard input is not a terminal."""
         if yes:
             return True
@@ -227,8 +227,8 @@ class Terminal:
             return False
 
     def page(self, lines: Iterable[str]) -> None:
-        """Write lines with colours to stderr, unfiltered. The caller must have passed all text in
-        them through `clean`."""
+        """Write coloured lines to stderr without filtering them: all text in them must have gone
+        through `clean`."""
         self.clear_status()
         self._write(self.err, "".join(f"{line}\n" for line in lines))
 
@@ -241,14 +241,14 @@ class Terminal:
         return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and text and self.colour else text
 
     def status(self, text: str, style: str = "") -> None:
-        """Replace the live line. Without a terminal this does nothing."""
+        """Replace the live line. Does nothing without a terminal."""
         if self.live:
             line = "".join(fitting(letters(self.writable(text)), window(self.err)[0] - 1))
             self._write(self.err, f"\r\x1b[K{self._styled(line, style)}")
             self._status, self._drawn = True, self.clock()
 
     def frame(self, drawn: Callable[[], str], style: str = "") -> None:
-        """Replace the live line by one of many, of which ten a second are drawn."""
+        """Replace the live line, but at most ten times a second."""
         if self.live and not (self._status and self.clock() - self._drawn < FRAME):
             self.status(drawn(), style)
 
@@ -259,7 +259,7 @@ class Terminal:
             self._write(self.err, "\r\x1b[K")
 
     def writable(self, text: str) -> str:
-        """`text` in the form that stderr can show, filtered."""
+        """`text`, filtered and in an encoding that stderr can show."""
         return encodable(clean(text), _encoding(self.err))
 
     def _write(self, stream: TextIO, text: str) -> None:
@@ -337,8 +337,8 @@ def _folded(text: str, stream: TextIO) -> str:
 
 
 def in_columns(text: str, width: int) -> str:
-    """The lines of `text`, broken between words. If one begins with a name in a narrow column, or
-    with blanks in its place, what follows is indented to the second column."""
+    """The lines of `text`, broken between words. If a line begins with a name in a narrow column,
+    or with blanks in place of one, its further rows are indented to the second column."""
     lines = []
     for line in text.split("\n"):
         name = _NAMED.match(line)

@@ -47,7 +47,7 @@ _ASCII = str.maketrans(
 _JOINER, _EMOJI = "\u200d", "\ufe0f"
 _TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))
 _FLAGS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))  # two of these letters are a flag
-# What a terminal takes that cannot join characters, and shows each of them.
+# The columns in a terminal that cannot join characters, and shows each of them.
 _MOST = {_EMOJI: 1} | dict.fromkeys([*_TONES, *_FLAGS], 2)
 _WORDS = re.compile(r"[ \t]+|[^ \t]+")
 
@@ -80,8 +80,8 @@ def shown(text: str) -> str:
 
 
 def cells(text: str) -> int:
-    """The most columns that a terminal may take for a text: some show a sign of several characters
-    as one, some its parts side by side."""
+    """The most columns that a terminal may need for a text. Some terminals show a sign of several
+    characters as one, others show its parts side by side."""
     if text.isascii() and text.isprintable():
         return len(text)
     return sum(map(_cells, text))
@@ -95,7 +95,7 @@ def _cells(sign: str) -> int:
 
 
 def letters(text: str) -> list[str]:
-    """The characters, each with those that join it: accents, skin tones, the parts of an emoji."""
+    """The characters, each with those that combine with it: accents, skin tones, emoji parts."""
     found: list[str] = []
     for sign in text:
         last = found[-1] if found else ""
@@ -120,8 +120,7 @@ def cut(text: str, width: int) -> str:
 
 
 def cut_middle(text: str, width: int) -> str:
-    """`text`, or as much of its beginning and its end as fits in `width` columns with a "…"
-    between."""
+    """`text`, or as much of its beginning and end as fits in `width` columns around a "…"."""
     if cells(text) <= width:
         return text
     found = letters(text)
@@ -136,7 +135,7 @@ def fitting(found: Sequence[str], width: int) -> Sequence[str]:
 
 
 def clipped(text: str, width: int) -> str:
-    """`text` as one line, and as much of it as `cut` leaves."""
+    """`text` on one line, cut to `width` columns."""
     return cut(" ".join(shown(text).split()), width)
 
 

@@ -126,7 +126,7 @@ class Config:
 
 
 def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> Config:
-    """Read the files and the variables. Raises UsageError naming the file (or the variable), the
+    """Read the files and the variables. Raises UsageError, which names the file or variable, the
     key and the nearest known one."""
     environ = os.environ if environ is None else environ
     values: dict[str, Value] = {}
@@ -163,7 +163,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
 
 
 def user_file() -> Path | None:
-    """The path of the user's own file, which need not exist; None if there is no home directory."""
+    """The path of the user's own file, which may be missing; None without a home directory."""
     try:
         return paths.config_file()
     except UsageError:
@@ -185,8 +185,8 @@ def given(context: typer.Context) -> set[str]:
 
 
 def install(context: typer.Context, config: Config) -> None:
-    """Make `config` the source of the defaults of the command below `context`, and the context's
-    object."""
+    """Take the defaults of the command that follows from `config`, and pass `config` on as the
+    context's object."""
     command = context.invoked_subcommand or ""
     below = getattr(context.command, "commands", {}).get(command)
     defaults = {
@@ -257,9 +257,10 @@ _SET = re.compile(r"chat\.(\w+) = (.+)")
 
 
 def worded(text: str, *, chat: bool = False) -> str:
-    """`dtype="float32"` becomes --dtype float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"`
-    /set reuse once. chat: what can change there is changed there, so `budget` becomes /budget and
-    `top_k` /set top_k. Other backquotes stay as they are."""
+    """A message with its remedies in Python as they are typed: `dtype="float32"` becomes --dtype
+    float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"` /set reuse once. chat: what a chat can
+    change is changed there, so `budget` becomes /budget and `top_k` /set top_k. Other backquotes
+    stay as they are."""
     return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
 
 

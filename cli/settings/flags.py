@@ -64,9 +64,9 @@ class Call:
 
 
 def command(run: Callable[..., None]) -> Callable[..., None]:
-    """`run` as a function for typer: without its first parameter `call: Call`, and with a flag for
-    each field of its dataclasses: those of settings, and others whose fields are annotated with
-    typer's options. Errors become a line and an exit code. It does not run if a subcommand
+    """Make `run` a function for typer: without its first parameter `call: Call`, and with a flag
+    for each field of its dataclasses, which are classes of settings or have fields annotated with
+    typer's options. Its errors become a line and an exit code. It is not called if a subcommand
     runs."""
     made = inspect.signature(run, eval_str=True)
     parameters = [inspect.Parameter("context", _KIND, annotation=typer.Context)]
@@ -131,7 +131,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def flag(name: str, help: str, panel: str | None = None, **how: Any) -> Any:
-    """A flag that is not a setting; name: its spellings. panel: as in `Setting`. how: further
+    """A flag that is no setting. name: its spellings. panel: as in `Setting`. how: further
     arguments for typer."""
     return typer.Option(*name.split(), help=help, rich_help_panel=panel, **how)
 
@@ -164,8 +164,8 @@ Yes = Annotated[bool, flag("--yes -y", "do not ask")]
 
 
 def _check_cwd_exists() -> None:
-    """Raise UsageError if the current directory was deleted: relative names mean nothing there, and
-    torch's library would abort the process."""
+    """Raise UsageError if the current directory was deleted: relative paths mean nothing there, and
+    torch would abort the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -182,8 +182,8 @@ _MOST = 1 << 30  # tokens
 
 
 def read_list(text: str, flag: str = "") -> tuple[str, ...]:
-    """The values between commas, each once. If a `flag` is given and there is no value, raises
-    UsageError."""
+    """The values between commas, each once. Raises UsageError if there is none, but only with the
+    name of a `flag`."""
     parts = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if flag and not parts:
         raise UsageError(f"{flag} names nothing", "give one or more, with commas between them")
@@ -258,11 +258,8 @@ def values_of(setting: Setting, word: str = "") -> Sequence[str]:
 
 
 def completed(setting: Setting) -> Callable[[str], list[str]] | None:
-    """The function that completes a flag's value in the shell. None if the shell can do that by
-    itself, or if there is nothing to complete.
-
-    A value may be one of several, separated by commas.
-    """
+    """The function that completes a flag's value in the shell, the last one after commas. None if
+    there is nothing to complete, or if the shell can do that itself."""
     if setting.name == "model":
         return _aliases
     if not values_of(setting) or type(setting.default) is bool:
@@ -324,7 +321,8 @@ _OPTIONS = inspect.Parameter(
 
 @functools.cache  # most settings are flags of several commands
 def _parameter(one: Setting) -> inspect.Parameter:
-    """The flag of a setting: a switch, a list of texts or a text, which `Setting.read` reads."""
+    """The flag of a setting. Its value is a switch, a list of texts, or a text for
+    `Setting.read`."""
     kind: Any = {bool: bool, tuple: list[str]}.get(type(one.default), str)
     word = "|".join(one.choices) or _WORDS.get(type(one.default))
     option = flag(
@@ -342,8 +340,8 @@ _WORDS: Mapping[type, str] = {int: "N", float: "N", str: "TEXT", tuple: "TEXT"}
 
 
 def _read(typed: Mapping[str, Any], known: Mapping[str, Setting], call: Call) -> dict[str, Any]:
-    """The values of the fields: a text is parsed, an alias becomes its model, @FILE its text, -o a
-    mapping. Raises UsageError."""
+    """The values of the fields: texts are parsed, an alias becomes its model, @FILE the text of the
+    file, and -o a mapping. Raises UsageError."""
     made: dict[str, Any] = {}
     for name, value in typed.items():
         if name == "options":
@@ -365,8 +363,8 @@ def _read(typed: Mapping[str, Any], known: Mapping[str, Setting], call: Call) ->
 
 
 def file_text(path: str, *, typed: bool) -> str:
-    """The text of a file; of a pipe only if the user typed its name. A configuration file may be
-    anyone's, and could make minikv wait forever."""
+    """The text of a file. A pipe is read only if the user typed its name: a configuration file,
+    which may be anyone's, could otherwise make minikv wait forever."""
     from minikv.cli.documents.text import read_file
 
     if not path:

@@ -1,7 +1,7 @@
-"""--help shows the common flags; --help-all also shows the others, by subject.
+"""Help with two lengths: --help shows the common flags, --help-all also the others, by subject.
 
-A common flag has no help panel; every other flag has one. typer shows the type of every value
-(`<bool>`, `<list[str]>`); here a value is shown as a word, and a switch without one.
+A common flag has no help panel; every other flag has one. Where typer would show the type of a
+value (`<bool>`, `<list[str]>`), a word is shown instead; a switch has none.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ _WORDS = {
 
 
 class Later(TyperCommand):
-    """A command whose flags are imported only when it runs or shows its help. Until then it is a
-    line in the list of commands. Its function returns the app with its flags, or with its
-    subcommands."""
+    """A command whose flags are imported only when it runs or shows its help; until then it is a
+    line in the list of commands. Its function returns the app with its flags or subcommands."""
 
     def imported(self) -> Command:
         """The command itself."""
@@ -42,7 +41,7 @@ class Later(TyperCommand):
 
 
 class Group(TyperGroup):
-    """The commands of an app, with this --help. An app inside it must also have this class."""
+    """The commands of an app, with this kind of help. Apps inside it must have the same class."""
 
     def whole(self, name: str) -> Command:
         """The command of that name, with its flags. Raises KeyError."""
@@ -77,7 +76,7 @@ class _Argument(TyperArgument):
 
 
 def _prepare(command: Command, ctx: Context) -> None:
-    """Set the words for values, and add --help-all to a command that hides flags."""
+    """Set the words that stand for values, and add --help-all to a command with hidden flags."""
     if any(param.name == _NAME for param in command.params):
         return
     shown = command.get_help_option(ctx)
