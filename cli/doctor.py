@@ -7,14 +7,13 @@ Each check is one line that begins with ok, warning or failed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +26,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.screen.terminal import OutputError
 from minikv.cli.settings.config import Interface, worded
-from minikv.cli.settings.flags import Call, Only, alone, json_flag
+from minikv.cli.settings.flags import Call, Only, alone
 from minikv.models import refuse_without_torch
 from minikv.policies import prompt_names, step_names
 from minikv.settings import Settings
@@ -58,14 +57,11 @@ def doctor(
     call: Call,
     settings: Annotated[Settings, Only("offline")],
     interface: Annotated[Interface, Only("debug")],
-    as_json: Annotated[
-        bool, json_flag("the checks as one JSON object: ok, and the state, detail and hint of each")
-    ] = False,
 ) -> None:
     """minikv doctor
 
-    Check versions, processor, memory, hub and terminal, then test every policy on a tiny random
-    model. Exit code 1 if a check failed.
+    Check versions, processor, memory, disk and hub, then test every policy on a tiny random model.
+    Exit code 1 if a check failed.
     """
     refuse_without_torch()
     terminal, offline = call.terminal, settings.offline
@@ -82,7 +78,7 @@ def doctor(
         "hub": lambda: hub(offline),
         "policies": lambda: policies(terminal.status),
     }
-    made: list[tuple[str, Check]] = []
+    bad = False
     for name, look in looks.items():
         try:
             found = look()
@@ -92,13 +88,8 @@ def doctor(
             found = Check(FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
         terminal.clear_status()
         for check in found if isinstance(found, list) else [found]:
-            made.append((name, check))
-            if not as_json:
-                terminal.data(line(name, check), fold=True)
-    bad = any(check.state == FAILED for _, check in made)
-    if as_json:
-        checks = [{"name": name, **asdict(check)} for name, check in made]
-        terminal.data(json.dumps({"ok": not bad, "checks": checks}))
+            bad = bad or check.state == FAILED
+            terminal.data(line(name, check), fold=True)
     if bad:
         raise typer.Exit(1)
 

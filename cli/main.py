@@ -86,6 +86,7 @@ _GONE = {
     "chats show --json": "minikv chat --resume NAME, then /export chat.json",
     "cache --json": "`minikv cache` prints one line for each prompt, which a pipe gets uncut",
     "policies --json": "`minikv policies show NAME` prints the options and their defaults",
+    "doctor --json": "`minikv doctor` prints a line for each check, and exits with 1 if one failed",
     "bench kernels": "`minikv bench decode` and `minikv bench prefill` measure whole steps",
     "bench --model": "--shape takes the sizes of a network, such as llama-3-8b",
     "bench -m": "--shape takes the sizes of a network, such as llama-3-8b",

@@ -14,7 +14,7 @@ from minikv.cli.chat.kept import locate, spell
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.named import Reader, attach, read
 from minikv.cli.saved.commands import left
-from minikv.cli.screen.text import cells, cut_middle, padded
+from minikv.cli.screen.text import cells, cut, padded
 from minikv.errors import UsageError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
     fed, turns = len(session.fed or session.known), session.turns
     read = len(session.documents) if fed else 0
     documents = [
-        (cut_middle(_name(document), 28), count or 0, f"/drop {n}")
+        (cut(_name(document), 28), count or 0, f"/drop {n}")
         for n, (document, count) in enumerate(zip(_all(session), counted(session), strict=True), 1)
     ]
     owed = int(session.pending_token is not None)

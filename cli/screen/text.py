@@ -119,15 +119,6 @@ def cut(text: str, width: int) -> str:
     return text if cells(text) <= width else "".join([*fitting(letters(text), width - 1), "…"])
 
 
-def cut_middle(text: str, width: int) -> str:
-    """`text`, or as much of its beginning and end as fits in `width` columns around a "…"."""
-    if cells(text) <= width:
-        return text
-    found = letters(text)
-    begin, end = fitting(found, (width - 1) // 2), fitting(found[::-1], width // 2)
-    return "".join([*begin, "…", *end[::-1]])
-
-
 def fitting(found: Sequence[str], width: int) -> Sequence[str]:
     """As many of the first letters as fit in `width` columns."""
     used = accumulate(map(cells, found))

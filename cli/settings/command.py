@@ -125,7 +125,7 @@ def _write(table: str, name: str, value: Plain | None, terminal: Terminal) -> No
             raise ValueError(f"{table} is not a table")
         if value is None:
             name = name if name in own else name.lstrip("-").replace("-", "_")
-            if isinstance(own.get(name, {}), MutableMapping):
+            if name not in own or (name == ALIASES and not table):
                 hint = "`minikv config show` says where each value comes from"
                 raise UsageError(f"{full} is not set in {shown}", hint)
             del own[name]

@@ -106,6 +106,7 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
         ("verify -m x", "error: verify is gone: hf cache verify NAME"),
         ("config path", "error: path is gone: `minikv config show` says which file"),
         ("policies show h2o --json", "error: --json is gone: `minikv policies show NAME`"),
+        ("doctor --json", "error: --json is gone: `minikv doctor` prints a line for each"),
         ("cache --json", "error: --json is gone: `minikv cache` prints"),
         ("chats --json", "error: --json is gone: `minikv chats` prints one line for each"),
         ("chats show one --json", "error: --json is gone: minikv chat --resume NAME, then /export"),

@@ -100,6 +100,7 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
         (None, ["set", "aliases.a/b", "a/b"], "a/b cannot be an alias of a/b"),
         (None, ["unset", "seed"], "seed is not set in"),
         (None, ["unset", "aliases.x"], "aliases.x is not set in"),
+        ("[aliases]\nx = 'p'\n", ["unset", "aliases"], "aliases is not set in"),
         ("a = = 1\n", ["set", "seed", "3"], "is not valid TOML"),
         ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is not a table\n  edit it by hand"),
     ],
@@ -154,6 +155,7 @@ def test_set_and_unset_say_what_else_sets_it(file: Path, monkeypatch: pytest.Mon
 
 def test_an_unknown_key_of_the_file_is_unset(file: Path) -> None:
     file.parent.mkdir(exist_ok=True)
-    file.write_text("quality = 1 # mine\nseed = 3\n")
-    assert invoke("config", "unset", "quality").exit_code == 0
+    file.write_text("quality = 1 # mine\nseed = 3\n[loaders]\nodt = 'p'\n")
+    for key in ("quality", "loaders"):
+        assert invoke("config", "unset", key).exit_code == 0
     assert file.read_text() == "seed = 3\n"

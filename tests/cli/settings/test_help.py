@@ -83,7 +83,6 @@ def test_what_people_use_is_in_the_first_tier(path: tuple[str, ...]) -> None:
 def test_what_json_prints_is_said() -> None:
     said = {
         "plan": "the forecast as one JSON object",
-        "doctor": "the checks as one JSON object",
         "ask": "the answer and the figures of the turn",
     }
     for command, words in said.items():
