@@ -17,8 +17,8 @@ from minikv.cli.failures import Interrupts
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clipped, cut
-from minikv.cli.settings import flags
 from minikv.cli.settings.config import SETTINGS
+from minikv.cli.settings.flags import values_of
 from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def _list(names: list[str]) -> str:
 def _after_retry(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
     flag = before[-1] if before else ""
     if flag in ("--policy", "--budget"):
-        return flags.values_of(SETTINGS[flag.removeprefix("--")], word)
+        return values_of(SETTINGS[flag.removeprefix("--")], word)
     given = {one.partition("=")[0] for one in before}
     return (f"--{name}" for name in _RETRY if f"--{name}" not in given and flag != "--seed")
 

@@ -311,6 +311,15 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
     assert [turn.question for turn in fresh.turns] == ["Who owns\nthe mill?", "Why?"]
 
 
+def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path) -> None:
+    session = talked(facts=model(tmp_path))
+    keeper(asks=True).keep_ask(session)
+    other = chat(facts=model(tmp_path, weights=b"others"))
+    with pytest.raises(UsageError, match="the last ask does not belong to this run") as error:
+        take_up(other, database.LAST)
+    assert "without -c" in error.value.hint
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     saved(talked()).close()
     monkeypatch.setattr(minikv, "__version__", "9.9")

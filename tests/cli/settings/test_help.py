@@ -55,9 +55,9 @@ def rows(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
 def test_help_is_short_and_help_all_is_complete(path: tuple[str, ...]) -> None:
-    """And neither shows a type."""
+    """And neither shows a type, nor a name in braces."""
     text, flags = shown(*path, "--help"), flags_of(path)
-    assert re.findall(r"<[^ >]*>", text) == []
+    assert re.findall(r"<[^ >]*>|\{\w*\}", text) == []
     assert len(rows(text)) <= MOST
     if "--help-all" not in text:
         assert {flag for flag in flags if flag not in text} == set()
