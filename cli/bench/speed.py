@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import util
 from statistics import median
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -137,13 +136,11 @@ class Transformers:
     """
 
     name = PEER
-    facts: Mapping[str, Any] = MappingProxyType(
-        {
-            "system": PEER,
-            **dict.fromkeys(("policy", "decode", "budget", "weights"), "-"),
-            "kv": "auto",
-        }
-    )
+    facts: ClassVar[Mapping[str, Any]] = {
+        "system": PEER,
+        **dict.fromkeys(("policy", "decode", "budget", "weights"), "-"),
+        "kv": "auto",
+    }
 
     def __init__(self, spec: networks.Spec, net: Llama | None = None) -> None:
         """net: a random network whose tensors become the parameters; None: load or make them."""
