@@ -229,5 +229,9 @@ def library_errors(name: str, what: str) -> Iterator[None]:
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             detail = quote(" ".join(str(error).split()), 200)[1:-1]  # it may quote the file
             error.args = (detail,)  # it stays in memory as long as the error that it causes
-            raise CorruptModel(f"{name}: {what}: {detail}") from error
+            raise CorruptModel(
+                f"{name}: {what}: {detail}",
+                f"download {name} again, as the model was published with it; `hf download NAME` "
+                "fetches a whole model",
+            ) from error
         raise
