@@ -61,12 +61,10 @@ class Interrupts:
         return twice
 
     @contextmanager
-    def stopping(
-        self, cancel: Callable[[], None], end: Callable[[], None] | None = None
-    ) -> Iterator[None]:
+    def stopping(self, cancel: Callable[[], None]) -> Iterator[None]:
         """A context in which the first Ctrl-C calls `cancel`, and a second raises
-        KeyboardInterrupt. SIGTERM calls `end` (or `cancel`) and raises Terminated when the work is
-        done, a second SIGTERM at once.
+        KeyboardInterrupt. SIGTERM calls it too, and raises Terminated when the work is done, a
+        second SIGTERM at once.
         """
 
         def handle(signum: int, frame: FrameType | None) -> None:
@@ -78,7 +76,7 @@ class Interrupts:
             if self.ended:
                 raise Terminated
             self.ended = True
-            (end or cancel)()
+            cancel()
 
         with handled({signal.SIGINT: handle, **dict.fromkeys(ends(), finish)}):
             try:

@@ -33,7 +33,7 @@ GONE: Mapping[str, str] = {
     "quality": "choose `budget`; the record of a turn says what eviction loses",
     "preset": '`policy="kvzip"` makes one cache for all questions',
     "refresh_every": '`policy="global-span"` keeps what the whole answer needs',
-    "reread_limit": 'a chat asks once before a long reading; `reuse="once"` never reads again',
+    "reread_limit": '`reuse="once"` never reads again',
     "encoding_errors": "`iconv -c -f UTF-8 -t UTF-8 FILE` prints a text without its invalid bytes",
     "chats_limit": "`minikv chats` shows the size of each, and its command rm removes old ones",
     "loaders": 'pipe the text in: `pandoc -t plain FILE | minikv ask "QUESTION"`',

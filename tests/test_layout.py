@@ -17,6 +17,7 @@ ELSEWHERE = {
     "minikv/cache/tier_rows.py": "cache/test_tier.py",
     "minikv/chat/eviction_config.py": "cli/settings/test_settings.py",
     "minikv/chat/transcript.py": "chat/test_session.py",
+    "minikv/chat/turn.py": "chat/test_session.py",
     "minikv/engine/capture.py": "engine/test_decode_loop.py",
     "minikv/engine/engine.py": "engine/test_decode_loop.py",
     "minikv/engine/threads.py": "cli/test_threads.py",

@@ -175,7 +175,7 @@ def _undo(context: Context, arguments: list[str]) -> None:
     taken = session.undo(int(arguments[0]) if arguments else 1)
     for turn in reversed(taken):
         context.terminal.say(f"undone: {_line(turn.question)}")
-    if session.turns and not session.fed and not (session.recall.tokens and session.recalls):
+    if session.reads_again or (session.turns and not session.log.ids):
         context.terminal.say("  your next question reads the rest of the conversation again")
     again = [d.name or "the document" for d in session.pending if d not in waiting]
     gone = [
@@ -197,10 +197,9 @@ def _retry(context: Context, arguments: list[str]) -> None:
     session.check(eviction)  # before anything is undone
     if context.stopped is None or context.stopped not in session.undone[:1]:
         if not session.turns:
-            raise UsageError(
-                "no question was read yet that could be asked again",
-                "type one; the arrow up brings back one that was stopped",
-            )
+            what = "all questions were undone" if session.undone else "no question was read yet"
+            hint = "type one; the arrow up brings earlier ones back"
+            raise UsageError(f"{what}: there is none to ask again", hint)
         session.undo()
     question = session.undone[0].question
     own, other = (session.eviction, session.seed), eviction != session.eviction
@@ -227,7 +226,7 @@ def _retry(context: Context, arguments: list[str]) -> None:
             session.refresh()  # the cache is another policy's
         if session.turn > before and session.report is not None:
             note_report(session.report, terminal)
-            if other and not session.recall.place:
+            if other and session.reads_again:
                 terminal.note("  the next question reads all again, for the chat's own policy")
         context.stopped = session.undone[0] if session.undone else None
         if session.turn == before:

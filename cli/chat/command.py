@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import typer
 
 import minikv
-from minikv.chat.report import amount
 from minikv.cli.asked import Talk
 from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check
@@ -38,10 +37,6 @@ from minikv.settings import Generation, Settings
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.cli.screen.editor import Help
-
-
-LONG = 32_768
-"""Tokens. Before more than these are read again, a chat on a terminal asks once."""
 
 
 def chat(
@@ -78,14 +73,11 @@ def chat(
     refuse_without_torch()
     settings.check_eviction()
     texts = opened(files, terminal, lambda: piped)
-    from minikv.chat.snapshot import UNDO_TURNS
-
     if typed:
         terminal.open_keyboard()
     keeper = Keeper(terminal, active=not asked.no_save)
     interrupts = Interrupts()
     session = open_chat(settings, [] if resume is not None else texts, terminal, interrupts)
-    session.undo_turns = UNDO_TURNS
     keeper.attend(session)
     origins = config.origins(given)
     if resume is not None:
@@ -139,7 +131,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
     session, terminal, interrupts = context.session, context.terminal, context.interrupts
     terminal.chat = True
     first_failure = 0
-    asked = False  # whether the user was asked about a long rereading
     while True:
         try:
             line = read_line()
@@ -167,10 +158,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
                     with terminal.silent():
                         slash_commands.execute(context, line)
                 else:
-                    if typed and not asked and session.fed and session.reads_again > LONG:
-                        asked = True
-                        with terminal.asking():
-                            session.keeps_cache = not _rereads(context, read_line)
                     run_turn(session, literal, context.generation, terminal, interrupts)
             except Leave:
                 return first_failure
@@ -203,27 +190,6 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
         # As in a shell, stopping an answer also drops the lines typed ahead.
         if interrupts.pressed() and terminal.keyboard is not None:
             terminal.keyboard.take()
-
-
-def _rereads(context: Context, read_line: Callable[[], str]) -> bool:
-    """Ask whether `--reuse auto` may read that much again. Ctrl-C and Ctrl-D mean no."""
-    session, terminal = context.session, context.terminal
-    terminal.say(
-        f"for the best answer, {amount(session.reads_again, 'token')} are read again, now and "
-        "for each "
-        "later question; without that, the answer may miss what question "
-        f"{session.evicted_for_turn} did not need"
-    )
-    while True:
-        terminal.say("read them again? y or Enter: yes, n: answer from the cache as it is")
-        try:
-            answer = read_line().strip().lower()
-        except (EOFError, KeyboardInterrupt):
-            return False
-        if answer in ("", "y", "yes"):
-            return True
-        if answer in ("n", "no"):
-            return False
 
 
 def _after(question: str, read_line: Callable[[], str], terminal: Terminal) -> Callable[[], str]:

@@ -6,13 +6,14 @@ greedy, one cache after another. The running chat never changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from minikv.chat.eviction_config import EvictionConfig, read_budget
-from minikv.chat.report import TurnReport, amount, ratio
+from minikv.chat.report import TurnReport, amount
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.screen.progress import Live
 from minikv.cli.screen.terminal import Terminal
@@ -94,7 +95,6 @@ def _compare(context: Context, arguments: list[str]) -> None:
                 stop.session = None  # so that only one cache exists in addition to the chat's
     finally:
         if len(runs) > 1:  # also after Ctrl-C
-            session.baseline_tok_s = runs[0].speed  # for the records of later turns
             runs = [*runs[1:], runs[0]]
             width = terminal.screen.width
             terminal.say(table(question, len(session.turns) - 1, runs, width))
@@ -267,7 +267,9 @@ def same_as(tokens: Sequence[int], full: Sequence[int]) -> str:
 def facts(one: Run, full: Run) -> dict[str, str]:
     """The rows of a run, in order; figures that were not measured say so."""
     tokens, rate = one.report.tokens, one.report.rate
-    faster = "" if one is full else ratio(one.speed, full.speed)
+    faster = ""
+    if one is not full and one.speed and full.speed:  # rounded down, so that it is never too high
+        faster = f", x{math.floor(100 * one.speed / full.speed + 1e-9) / 100:.2f} of full"
     recalled = f"{amount(tokens.prompt_new, 'token')}, {tokens.prompt_reused:,} from the tier"
     return {
         "answer": one.text.strip() or "(empty)",
@@ -278,7 +280,7 @@ def facts(one: Run, full: Run) -> dict[str, str]:
             f"{tokens.kept_min:,} to {tokens.kept_max:,}"
         ),
         "read": recalled if tokens.prompt_reused else _rate(rate.prefill_tok_s),
-        "write": _rate(rate.decode_tok_s) + (f", {faster} of full" if faster else ""),
+        "write": _rate(rate.decode_tok_s) + faster,
     }
 
 

@@ -199,7 +199,8 @@ _GUTTER = 7  # a block, a percentage and the spaces around them
 def _kept(context: Context, arguments: list[str]) -> None:
     session, terminal = context.session, context.terminal
     if not session.fed:
-        terminal.say("no turn yet: nothing has been read")
+        how = "your next question reads or recalls it again"
+        terminal.say(f"nothing is cached: {how}" if session.turns else "no turn yet")
         return
     facts, width = read(session), terminal.screen.width
     match arguments:

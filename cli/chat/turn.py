@@ -94,9 +94,7 @@ def run_turn(
     live = Live(terminal, "reading")
 
     def progress(done: int, total: int) -> None:
-        if session.rereading:
-            live.label = "reading all again (Ctrl-C: answer without)"
-        elif session.scoring:
+        if session.scoring:
             live.label = "scoring the text"
         live(done, total)
 
@@ -139,7 +137,7 @@ def _stream(
             terminal.warn(line)
 
     answer = write(notice=notice, thinking=thinking if show else None)
-    with setting, interrupts.stopping(session.skip, session.cancel):
+    with setting, interrupts.stopping(session.cancel):
         if show and after:
             terminal.resume_answer(after)
         try:

@@ -285,14 +285,12 @@ def origins_of(
 def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
     """The lines about a chat that was loaded in `seconds`."""
     how = f"resumed in {1000 * seconds:.0f} ms"
-    if not session.fed and not (session.recall.tokens and session.recalls):
+    if not session.log.ids:
         how = "your next question reads it again"
-    elif not session.fed:
-        how += ", with all that was read"
-    elif again := _read_again(session):
+    elif again := session.reads_again:
         how += f"; your next question reads {amount(again, 'token')} again"
     else:
-        how += "; nothing was read again"
+        how += "; nothing was read again" if session.fed else ", with all that was read"
     lines = [
         f"{saved.name}: {amount(len(saved.turns), 'turn')}, {how}",
         f"  {render.policy_line(session)}",
@@ -305,17 +303,6 @@ def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
         question = " ".join(turn.question.split())
         lines += [f"› {cut(question, _LAST)}", cut(turn.answer.strip(), _LAST)]
     return "\n".join(lines)
-
-
-def _read_again(session: ChatSession) -> int:
-    """How many tokens that were read before the next question will read again."""
-    recalls = session.recall.tokens and session.recalls
-    if session.reuse == "refresh" or (session.rereads and not recalls):
-        return len(session.fed)
-    if session.reuse != "recall" or not session.eviction.evicts:
-        return session.reads_again
-    last, has = session.turns[-1].report.tokens, session.recall.has(session.fed)
-    return len(session.fed) - has if has < last.prompt_reused + last.prompt_new else 0
 
 
 def left(context: Context) -> str:

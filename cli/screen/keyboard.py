@@ -16,7 +16,7 @@ import select
 import signal
 import termios
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -55,8 +55,10 @@ class Keyboard:
 
     def serve(self, input: Input) -> None:
         """From now on, a line editor reads from `input`. It receives the keys typed before."""
+        from prompt_toolkit.input.typeahead import store_typeahead
+
         self._input = input
-        self._put(_keys(self._early))
+        store_typeahead(input, [*_keys(self._early), *self.take()])
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
@@ -68,28 +70,11 @@ class Keyboard:
             self._asks = False
             self._wait()
 
-    @contextlib.contextmanager
-    def set_aside(self) -> Iterator[None]:
-        """A context for a question that minikv asks: keys typed before it do not answer it, and are
-        kept for later."""
-        held = [*self.take(), *_keys(self._typed())]
-        try:
-            yield
-        finally:
-            self._put(held)
-
     def take(self) -> list[KeyPress]:
         """Remove and return the keys that no prompt has used yet."""
         from prompt_toolkit.input.typeahead import get_typeahead
 
         return [] if self._input is None else get_typeahead(self._input)
-
-    def _put(self, held: Sequence[KeyPress]) -> None:
-        from prompt_toolkit.input.typeahead import store_typeahead
-
-        later = self.take()
-        if self._input is not None:
-            store_typeahead(self._input, [*held, *later])
 
     def close(self) -> None:
         """Restore the terminal's mode."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minikv.cache.stats import Fidelity
-from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, ratio, size
+from minikv.chat.report import PLACES, STOPS, UNKNOWN, TurnReport, size
 from minikv.cli.chat.turn import TOY, is_toy
 from minikv.cli.screen.terminal import BLOCKS
 from minikv.cli.screen.text import grid
@@ -98,7 +98,6 @@ def figures(report: TurnReport) -> list[tuple[str, str]]:
             + f" · first token {time.first_token:.2f} s · "
             f"write {time.decode:.2f} s{per_second(rate.decode_tok_s)}",
         ),
-        ("speed", _beside_full(report)),
         ("answer", report.against_full.words),
         ("attention", lost),
         ("fidelity", _fidelity(report.fidelity) if report.fidelity else ""),
@@ -179,7 +178,8 @@ def _gaps(session: ChatSession) -> bool:
 def toolbar(session: ChatSession, width: int) -> str:
     """The line below the line editor. Items that do not fit are left out."""
     eviction, report = session.eviction, session.report
-    used = [f"{len(session.fed):,} of {session.max_context:,} tokens"]
+    read = len(session.fed or session.known)
+    used = [f"{read:,} of {session.max_context:,} tokens"]
     held = [f"KV {size(report.kv_bytes.taken)}", *used] if report else used
     whole = policy_line(session).split(" · ")  # with the budget, if there is one
     named = [] if eviction.budget.everything else [[eviction.policy, *held]]
@@ -211,14 +211,6 @@ def budget_words(budget: Mapping[str, object]) -> str:
     if unit == "share":
         return f"budget {100 * value:g}% of the prompt"
     return f"budget {size(int(value))}"
-
-
-def _beside_full(report: TurnReport) -> str:
-    rate = report.rate
-    faster = ratio(rate.decode_tok_s, rate.baseline_decode_tok_s)
-    if not faster:
-        return "vs a full cache: not measured"
-    return f"{faster} of a full cache{per_second(rate.baseline_decode_tok_s)}, run by /compare"
 
 
 def per_second(value: float | None) -> str:

@@ -13,7 +13,6 @@ import contextlib
 import os
 import re
 import sys
-import termios
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from time import monotonic
@@ -92,15 +91,6 @@ class Terminal:
         if self.keyboard is not None:
             self.keyboard.close()
             self.keyboard = None
-
-    def asking(self) -> contextlib.AbstractContextManager[None]:
-        """A context for a question that minikv asks: keys typed before it do not answer it. They
-        are kept for later; on a plain terminal, they are dropped."""
-        if self.keyboard:
-            return self.keyboard.set_aside()
-        with contextlib.suppress(termios.error, OSError):
-            termios.tcflush(sys.stdin, termios.TCIFLUSH)
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

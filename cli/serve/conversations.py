@@ -165,8 +165,7 @@ class Conversations:
         def reads(done: int, total: int) -> None:
             going_on()
             # Tokens that the cache or the disk already has are not part of the total.
-            new = "" if session.rereading else "new "
-            tell(News(f"read {done} of {total} {new}tokens"))
+            tell(News(f"read {done} of {total} tokens"))
 
         def thinks(text: str, tokens: int) -> None:
             going_on()

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minikv import checks
 from minikv.cache.tier import TierSteps
 from minikv.chat.reading import Tools
-from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull, TurnReport
 from minikv.chat.thoughts import Say, Thoughts, certain
 from minikv.chat.transcript import Template, TextStream, Tokenizer, TokenLog, shared
@@ -38,30 +36,6 @@ class AnswerSettings:
     stop: tuple[str, ...]
     max_thoughts: int = 0
     thinking: Say | None = None
-
-    @staticmethod
-    def read(
-        given: Sampling,
-        own: Sampling | None,
-        max_tokens: int,
-        stop: str | Sequence[str] | None,
-        max_thoughts: int = 0,
-        thinking: Say | None = None,
-    ) -> AnswerSettings:
-        """Check the settings. own: the model's own sampling, if the user wants it: its temperature,
-        and its filters where those of `given` are off. Raises UsageError."""
-        checks.whole("max_tokens", max_tokens, 1)
-        checks.whole("max_thoughts", max_thoughts, 0)
-        if own is not None:
-            given = replace(
-                given,
-                temperature=own.temperature,
-                top_k=given.top_k or own.top_k,
-                top_p=own.top_p if given.top_p == 1.0 else given.top_p,
-                min_p=given.min_p or own.min_p,
-            )
-        checks.function("thinking", thinking)
-        return AnswerSettings(given, max_tokens, checks.stop_texts(stop), max_thoughts, thinking)
 
     def record(self) -> dict[str, object]:
         """The settings for the turn record."""
@@ -361,10 +335,16 @@ def rewritten(
     if report is None or not report.tokens.generated:
         raise UsageError("there is no answer to verify", "ask something first")
     read = report.tokens.prompt_reused + report.tokens.prompt_new
+    if len(ids) < read:
+        why = "the tokens of this chat are not known until its next question"
+        raise UsageError(f"this answer cannot be verified: {why}", "ask something first")
     tier = tools.recall.tier
     if tier is None or tools.recall.has(ids[:read]) < read:
-        why = _why_not(tools.recall)
-        raise UsageError(f"this answer cannot be verified: {why}", _HINT)
+        why = "the tier no longer has its question"
+        if not tools.recall.tokens:
+            why = "no tier has the text" + (f" ({tools.recall.why})" if tools.recall.why else "")
+        hint = '`reuse="auto"` with a tier makes that possible for the next answer'
+        raise UsageError(f"this answer cannot be verified: {why}", hint)
     how: Any = report.sampling
     # The record of a chat saved by an earlier version has no penalty and no limit.
     sampling = Sampling(**{one.name: how[one.name] for one in fields(Sampling) if one.name in how})
@@ -400,13 +380,3 @@ def rewritten(
     )
     took = perf_counter() - began
     return Verification(tuple(second), answer.text, same, differs, was, now, complete, took)
-
-
-_HINT = '`reuse="auto"` with a tier makes that possible for the next answer'
-
-
-def _why_not(recall: Recall) -> str:
-    """Why an answer cannot be verified."""
-    if recall.tier is None or not recall.tokens:
-        return f"no tier has the text{f' ({recall.why})' if recall.why else ''}"
-    return "the tier no longer has its question"

@@ -25,6 +25,7 @@ from minikv.chat.report import (
     Seconds,
     Tokens,
     TurnReport,
+    amount,
 )
 from minikv.chat.snapshot import Conversation
 from minikv.chat.transcript import Document, Template
@@ -103,19 +104,15 @@ def before(
                 if count == 1
                 else ("look like control tokens; they were")
             )
-            yield f"{_counted(count, 'string')} in {name} {looks} read as plain text"
+            yield f"{amount(count, 'string')} in {name} {looks} read as plain text"
         if count := template.markers(text):
             yield (
-                f"{_counted(count, 'string')} in {name} may pass for turn markers, which are plain "
+                f"{amount(count, 'string')} in {name} may pass for turn markers, which are plain "
                 "text for this model: it cannot tell them from real ones"
             )
         if count := template.lost(text):
-            lost = _counted(count, "character")
+            lost = amount(count, "character")
             yield f"the model's tokenizer drops or changes {lost} of {name}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def measured(kv: KVCache, known: CacheStats, seen: int) -> CacheStats:
@@ -140,7 +137,6 @@ def prompt_report(
     seed: int,
     eviction: EvictionConfig,
     facts: Facts,
-    baseline_tok_s: float | None,
     here: int,
 ) -> TurnReport:
     """The record of a turn whose answer is not written yet; `turn_report` adds the rest. now: the
@@ -167,13 +163,9 @@ def prompt_report(
         tokens=Tokens(plan.tokens, reused, 0, 0, 0, 0.0, 0, 0, reread),
         kv_bytes=KvBytes(0, 0, 0, read.peak + here, 0, tier_here=here),
         time_s=Seconds(
-            facts.load_s, None, 0.0, read.seconds, read.evict_s, 0.0, 0.0, fidelity=read.fidelity_s
+            facts.load_s, 0.0, read.seconds, read.evict_s, 0.0, 0.0, fidelity=read.fidelity_s
         ),
-        rate=Rates(
-            plan.tokens / read.seconds if plan.tokens and read.seconds else None,
-            None,
-            baseline_tok_s,
-        ),
+        rate=Rates(plan.tokens / read.seconds if plan.tokens and read.seconds else None, None),
         loss=read.loss,
         shaped_by_turn=shaped_by,
         stop_reason="",

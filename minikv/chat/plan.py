@@ -1,7 +1,5 @@
-"""Decides what a chat reads for the next question: `plan`, a pure function of plain values.
-
-`Composer` turns messages into tokens.
-"""
+"""Decides what a chat reads for the next question: `Situation.plan`, a pure function of plain
+values. `Composer` turns messages into tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from itertools import pairwise
 from minikv.cache.rules import Rules
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
+from minikv.chat.snapshot import Conversation
 from minikv.chat.stopping import stoppable
 from minikv.chat.transcript import (
     Document,
@@ -19,8 +18,6 @@ from minikv.chat.transcript import (
     Stored,
     Template,
     Tokenizer,
-    TokenLog,
-    Turn,
     rendered,
     shared,
 )
@@ -36,34 +33,6 @@ _LONG = 256 << 10
 """Bytes of new text above which tokenizing takes noticeable time and memory."""
 _TOKENIZING = 100
 """Bytes of memory that tokenizing takes per byte of text (measured: 45 to 110)."""
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """The conversation before the question.
-
-    fed: the tokens that the cache has seen. unfed: those with which the next prompt begins. known:
-    if the cache is empty, the tokens as far as they are known. documents: those that came with each
-    question. read: how many tokens the conversation has up to the last answer. seen: the same with
-    the part of that answer that was fed. cut: see `TokenLog`.
-    """
-
-    fed: Sequence[int] = ()
-    unfed: Sequence[int] = ()
-    known: Sequence[int] = ()
-    documents: Sequence[Sequence[Document]] = ()
-    read: int = 0
-    seen: int = 0
-    cut: bool = False
-
-    @staticmethod
-    def of(turns: Sequence[Turn], log: TokenLog) -> History:
-        if not turns:
-            return History(log.fed, log.unfed, log.known, cut=log.cut)
-        documents, last = [turn.documents for turn in turns], turns[-1].report.tokens
-        read = last.prompt_reused + last.prompt_new
-        read, seen = (min(count, len(log.ids)) for count in (read, last.seen_total))
-        return History(log.fed, log.unfed, log.known, documents, read, seen, log.cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +55,8 @@ class Question:
 class PlanSettings:
     """The settings that the decision depends on. rules: those of `eviction`. reuse: one of
     `REUSES`. remembers: the store has rows of the first prompt, or will store them. rereads: read
-    everything again with this question. keeps_cache: `auto` must not read anything again. pinned:
-    tokens at the beginning that must never be evicted. max_context: positions that the model was
-    trained for. drops: `overflow` is "drop"."""
+    everything again with this question. pinned: tokens at the beginning that must never be evicted.
+    max_context: positions that the model was trained for. drops: `overflow` is "drop"."""
 
     eviction: EvictionConfig
     rules: Rules
@@ -96,7 +64,6 @@ class PlanSettings:
     max_context: int
     remembers: bool = False
     rereads: bool = False
-    keeps_cache: bool = False
     pinned: int = 0
     drops: bool = False
 
@@ -124,9 +91,7 @@ class PromptPlan:
     cache. pinned: with `anew`, how many first positions are never evicted. recalled: the only part
     is the whole conversation, and the tier provides its first `given` tokens. begins: the position
     at which the last turn begins, if the only part is the whole conversation. asks: the last part
-    only asks about earlier text. why: a line for the user. auto: `auto` chose this, so
-    `why` is shown once and not with each question. instead: the plan if the user stops the
-    rereading; None if nothing is read again, or if only this plan fits.
+    only asks about earlier text. why: a line for the user, which is shown once.
     """
 
     reuse: str
@@ -138,8 +103,6 @@ class PromptPlan:
     begins: int = 0
     asks: bool = False
     why: str = ""
-    auto: bool = False
-    instead: PromptPlan | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -161,175 +124,163 @@ class PromptPlan:
         return 0 if self.anew else seen
 
 
-def plan(
-    history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
-) -> PromptPlan:
-    """Plan what to read so that the cache has seen `question`. held: the figures of the cache.
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What decides which prompts the next question needs: the conversation before it, the figures
+    of the cache, the content of the tier, and the settings.
 
-    The first row whose condition holds decides. "tier": `recalls` is true (for a first prompt, also
-    if the store has its beginning or will store it), and the tier has room. "blind": see
-    `PlanSettings`; under `auto` only with a policy that has a second pass. "all": the conversation,
-    into an empty cache. "new": only what the cache has not seen.
+    | cache  | if                                           | it reads                | record  |
+    |--------|----------------------------------------------|-------------------------|---------|
+    | empty  | tier, which has the beginning                | what the tier lacks     | recall  |
+    | empty  | tier                                         | all, as for a recall    | once *  |
+    | empty  | blind, and there are documents               | all, cut after each     | blind   |
+    | empty  | blind                                        | all                     | once    |
+    | empty  |                                              | all                     | once *  |
+    | filled | tier, which has the beginning                | what the tier lacks     | recall  |
+    | filled | tier                                         | all, as for a recall    | refresh |
+    | filled | `rereads`, or `reuse` is "refresh"           | all                     | refresh |
+    | filled | auto or recall; rows of a document have left,| all; says why           | refresh |
+    |        | the policy asks, and it fits                 |                         |         |
+    | filled | blind, and documents come with the question  | new, cut after these    | blind   |
+    | filled | auto or recall; rows of a document have left,| new; says why           | once    |
+    |        | and the policy does not ask                  |                         |         |
+    | filled |                                              | new                     | once    |
 
-    | cache  | if                                             | it reads                 | record  |
-    |--------|------------------------------------------------|--------------------------|---------|
-    | empty  | tier, which has the beginning                  | what the tier lacks      | recall  |
-    | empty  | tier                                           | all, as for a recall     | once *  |
-    | empty  | blind, and there are documents                 | all, cut after each      | blind   |
-    | empty  | blind                                          | all                      | once    |
-    | empty  |                                                | all                      | once *  |
-    | filled | tier, which has the beginning                  | what the tier lacks **   | recall  |
-    | filled | tier                                           | all, as for a recall **  | refresh |
-    | filled | `rereads`, or `reuse` is "refresh"             | all                      | refresh |
-    | filled | auto or recall; rows of a document have left,  | all; says why **         | refresh |
-    |        | the policy asks, not `keeps_cache`; it fits    |                          |         |
-    | filled | blind, and documents come with the question    | new, cut after these     | blind   |
-    | filled | auto or recall; rows of a document have left,  | new; says why            | once    |
-    |        | and the policy does not ask, or `keeps_cache`  |                          |         |
-    | filled |                                                | new                      | once    |
+    * "refresh" if there were turns.
 
-    * "refresh" if there were turns. ** The user may stop this rereading under `auto`, if the new
-    * tokens alone fit. A recall rereads only what the tier has lost of earlier prompts.
-
-    Raises ContextError if the prompts do not fit the model; and UsageError if `reuse` is "recall"
-    and the policies or the settings rule that out.
+    blind: see `PlanSettings`; under `auto` only with a policy that has a second pass. all: the
+    conversation, into an empty cache. new: only what the cache has not seen.
     """
-    way = _after_cached if history.fed else _from_the_beginning
-    found = way(history, question, held, tier, settings)
-    refuse(found, history, settings)
-    return found
 
+    said: Conversation
+    held: CacheStats
+    tier: Stored
+    settings: PlanSettings
 
-def _from_the_beginning(
-    history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
-) -> PromptPlan:
-    """The plan if the cache has seen nothing."""
-    ids, fresh = question.ids, "refresh" if history.documents else "once"
-    recalled = recalls(history, held, tier, settings) and tier.room
-    if recalled and history.known:
-        ids = [*history.known, *question.following(question.messages)]
-    begins = _last_turn(history, question, ids)
-    whole = PromptPlan(fresh, (ids,), True, settings.pinned, begins=begins)
-    if recalled:
-        given = tier.gives(ids)
-        return replace(whole, reuse="recall" if given else fresh, recalled=True, given=given)
-    asked = _asked(history, question)
-    if not settings.blind:
-        return replace(whole, asks=not asked)
-    cut, by_name = parts(ids, asked, question.compose, question.messages), settings.reuse == "blind"
-    if len(cut) > 1:
-        return PromptPlan("blind", cut, True, settings.pinned, asks=True)
-    why = _NO_DOCUMENT if by_name and fresh == "once" and settings.eviction.evicts else ""
-    return PromptPlan("once", cut, True, settings.pinned, asks=True, why=why)
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens of the earlier turns that were fed, as far as they are known."""
+        report, log = self.said.report, self.said.log
+        return [] if report is None else (log.fed or log.known)[: report.tokens.seen_total]
 
+    def plan(self, question: Question) -> PromptPlan:
+        """Decide what to read for the question: the first line of the table that applies.
 
-def _after_cached(
-    history: History, question: Question, held: CacheStats, tier: Stored, settings: PlanSettings
-) -> PromptPlan:
-    """The plan if the cache has seen the conversation up to the question."""
-    fed, auto = len(history.fed), settings.reuse == "auto" and not settings.rereads
-    new = PromptPlan("once", (question.ids,), False, asks=not question.documents)
-    stop = new if _fits(new, history, settings) else None
-    if recalls(history, held, tier, settings) and tier.room:
-        whole = [*history.fed, *question.ids]
-        given = tier.gives(whole)
-        mode, lost = "recall" if given else "refresh", not given or given < history.read
-        stop = stop if auto and lost else None
-        return PromptPlan(
-            mode,
-            (whole,),
-            True,
-            recalled=True,
-            given=given,
-            begins=fed if question.begins is None else question.begins,
-            auto=auto,
-            instead=stop,
-        )
-    mode, why, chose = "refresh" if settings.rereads else settings.reuse, "", False
-    if mode in ("auto", "recall"):  # there is no tier
-        mode, why = _auto(history, held, tier, settings)
-        chose = True
-    if mode == "refresh":
-        ids = question.opening(question.messages)
-        begins = _last_turn(history, question, ids)
-        again = PromptPlan("refresh", (ids,), True, settings.pinned, begins=begins)
-        if not chose:
-            return again
-        if _fits(again, history, settings):
-            return replace(again, why=why, auto=True, instead=stop)
-        why = ""
-    if settings.blind and question.documents:
-        asked = _asked(history, question)[-1:]
-        cut = parts(question.ids, asked, question.compose, question.messages)
-        return PromptPlan("blind", cut, False, asks=True)
-    return replace(new, why=why, auto=chose)
+        Raises ContextError if the prompts do not fit the model; and UsageError if `reuse` is
+        "recall" and the policies or the settings rule that out.
+        """
+        found = self._after_cached(question) if self.said.log.seen else self._anew(question)
+        if not self._fits(found):
+            seen, most = self.said.log.seen, self.settings.max_context
+            used, drops = found.behind(seen), self.settings.drops
+            raise _too_long(f"{found.length:,}", used, seen, most, drops=drops)
+        return found
 
+    def _anew(self, question: Question) -> PromptPlan:
+        """The plan if the cache has seen nothing."""
+        known, tier, settings = self.said.log.known, self.tier, self.settings
+        ids, fresh = question.ids, "refresh" if self.said.turns else "once"
+        recalled = self.recalls and tier.room
+        if recalled and known:
+            ids = [*known, *question.following(question.messages)]
+        whole = PromptPlan(fresh, (ids,), True, settings.pinned, begins=self._begins(question, ids))
+        if recalled:
+            given = tier.gives(ids)
+            return replace(whole, reuse="recall" if given else fresh, recalled=True, given=given)
+        asked = self._asked(question)
+        if not settings.blind:
+            return replace(whole, asks=not asked)
+        cut = parts(ids, asked, question.compose, question.messages)
+        if len(cut) > 1:
+            return PromptPlan("blind", cut, True, settings.pinned, asks=True)
+        by_name = settings.reuse == "blind" and settings.eviction.evicts
+        why = _NO_DOCUMENT if by_name and fresh == "once" else ""
+        return PromptPlan("once", cut, True, settings.pinned, asks=True, why=why)
 
-def recalls(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> bool:
-    """Whether the question is answered from a tier, if the tier has room. Raises UsageError if
-    `reuse` is "recall" and the policies or `tier="none"` rule that out."""
-    if settings.remembers and not history.fed and not settings.blind:
+    def _after_cached(self, question: Question) -> PromptPlan:
+        """The plan if the cache has seen the conversation up to the question."""
+        log, settings = self.said.log, self.settings
+        if self.recalls and self.tier.room:
+            whole = [*log.fed, *question.ids]
+            given = self.tier.gives(whole)
+            begins = log.seen if question.begins is None else question.begins
+            mode = "recall" if given else "refresh"
+            return PromptPlan(mode, (whole,), True, recalled=True, given=given, begins=begins)
+        mode, why = self._mode()
+        if mode == "refresh":
+            ids = question.opening(question.messages)
+            begins = self._begins(question, ids)
+            again = PromptPlan("refresh", (ids,), True, settings.pinned, begins=begins, why=why)
+            if not why or self._fits(again):
+                return again
+            why = ""
+        if settings.blind and question.documents:
+            asked = self._asked(question)[-1:]
+            cut = parts(question.ids, asked, question.compose, question.messages)
+            return PromptPlan("blind", cut, False, asks=True)
+        return PromptPlan("once", (question.ids,), False, asks=not question.documents, why=why)
+
+    @property
+    def recalls(self) -> bool:
+        """Whether the question is answered from a tier, if the tier has room. Raises UsageError if
+        `reuse` is "recall" and the policies or `tier="none"` rule that out."""
+        tier, settings = self.tier, self.settings
+        if settings.remembers and not self.said.log.seen and not settings.blind:
+            return True
+        # Without eviction the cache has all rows, unless it is empty or another policy evicted.
+        gone = bool(tier.ids) and (not self.said.log.seen or self.held.gaps)
+        reuse, evicts = settings.reuse, settings.eviction.evicts
+        if not (evicts or gone) or reuse not in ("auto", "recall"):
+            return False
+        why = settings.rules.cannot_recall
+        if reuse == "recall" and (why or tier.kind == "none"):
+            raise UsageError(
+                f'`reuse="recall"` is not possible: {why or _NO_TIER}',
+                '`reuse="auto"` reads everything again instead',
+            )
         return True
-    # Without eviction the cache has all rows, unless it is empty or another policy evicted.
-    gone = bool(tier.ids) and (not history.fed or held.gaps)
-    reuse, evicts = settings.reuse, settings.eviction.evicts
-    if not (evicts or gone) or reuse not in ("auto", "recall"):
-        return False
-    why = settings.rules.cannot_recall
-    if reuse == "recall" and (why or tier.kind == "none"):
-        raise UsageError(
-            f'`reuse="recall"` is not possible: {why or _NO_TIER}',
-            '`reuse="auto"` reads everything again instead',
-        )
-    return True
 
+    @property
+    def rereads(self) -> bool:
+        """Whether the question reads the whole conversation again, if no tier has it."""
+        return not self.said.log.seen or self._mode()[0] == "refresh"
 
-def _auto(
-    history: History, held: CacheStats, tier: Stored, settings: PlanSettings
-) -> tuple[str, str]:
-    """What `auto` does without a tier, "refresh" or "once", and a line for the user that says why.
-    Measured time plays no part: the same chat gets the same answers on every machine."""
-    if not any(history.documents) or not held.evicted:
-        return "once", ""
-    policy = settings.eviction.policy
-    if not settings.asks:
-        return "once", f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
-    if settings.keeps_cache:
+    def _mode(self) -> tuple[str, str]:
+        """How a question after cached tokens is answered without a tier; if `auto` decides that,
+        "refresh" or "once", and a line for the user that says why. Measured time plays no part: the
+        same chat gets the same answers on every machine."""
+        settings, policy = self.settings, self.settings.eviction.policy
+        if settings.rereads or settings.reuse not in ("auto", "recall"):
+            return "refresh" if settings.rereads else settings.reuse, ""
+        if not self.said.documents or not self.held.evicted:
+            return "once", ""
+        if not settings.asks:
+            why = f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
+            return "once", why
+        no_tier = f", and there is no tier ({self.tier.why})" if self.tier.why else ""
         return (
-            "once",
-            "the cache stays as it is, as you chose; `chat.refresh()` reads everything again",
+            "refresh",
+            f'`reuse="auto"` reads everything again with each question: {policy} keeps what one '
+            f'question needs{no_tier}; `chat.reuse = "once"` turns that off',
         )
-    return (
-        "refresh",
-        f'`reuse="auto"` reads everything again with each question: {policy} keeps what one '
-        f"question needs{f', and there is no tier ({tier.why})' if tier.why else ''}; "
-        '`chat.reuse = "once"` turns that off',
-    )
 
+    def _begins(self, question: Question, ids: Sequence[int]) -> int:
+        """The position at which the last turn begins in `ids`, the whole conversation: how many of
+        its tokens come from earlier turns."""
+        if question.begins is not None:
+            return question.begins
+        return shared(self.tokens, ids)
 
-def reads_again(history: History, held: CacheStats, tier: Stored, settings: PlanSettings) -> int:
-    """How many tokens of the conversation `auto` reads again with the next question."""
-    ids = (history.fed or history.known)[: history.seen]
-    if tier.room:
-        has = shared(tier.ids, ids)
-        return len(ids) - has if has < history.read or not history.fed else 0
-    again = not history.fed or _auto(history, held, tier, settings)[0] == "refresh"
-    return len(ids) if again else 0
+    def _fits(self, found: PromptPlan) -> bool:
+        """Whether the prompts and one token of an answer fit."""
+        used = found.behind(self.said.log.seen) + found.length
+        return used + 1 <= self.settings.max_context
 
-
-def _last_turn(history: History, question: Question, ids: Sequence[int]) -> int:
-    """The position at which the last turn begins in `ids`, the whole conversation: how many of its
-    tokens come from earlier turns."""
-    if question.begins is not None:
-        return question.begins
-    return shared((history.fed or history.known)[: history.seen], ids)
-
-
-def _asked(history: History, question: Question) -> list[tuple[int, str]]:
-    """(index in the messages, text of its documents) of each message that has documents."""
-    brought = [*history.documents, question.documents]
-    first = len(question.messages) + 1 - 2 * len(brought)
-    return [(first + 2 * n, rendered(each)) for n, each in enumerate(brought) if each]
+    def _asked(self, question: Question) -> list[tuple[int, str]]:
+        """(index in the messages, text of its documents) of each message that has documents."""
+        brought = [*(turn.documents for turn in self.said.turns), question.documents]
+        first = len(question.messages) + 1 - 2 * len(brought)
+        return [(first + 2 * n, rendered(each)) for n, each in enumerate(brought) if each]
 
 
 def parts(
@@ -354,19 +305,6 @@ def parts(
 
 
 # -- what is refused ---------------------------------------------------------------------------
-
-
-def _fits(found: PromptPlan, history: History, settings: PlanSettings) -> bool:
-    """Whether the prompts and one token of an answer fit."""
-    return found.behind(len(history.fed)) + found.length + 1 <= settings.max_context
-
-
-def refuse(found: PromptPlan, history: History, settings: PlanSettings) -> None:
-    """Raise ContextError if the prompts do not fit."""
-    if not _fits(found, history, settings):
-        seen, most = len(history.fed), settings.max_context
-        used = found.behind(seen)
-        raise _too_long(f"{found.length:,}", used, seen, most, drops=settings.drops)
 
 
 def refuse_long(
@@ -403,14 +341,6 @@ def _too_long(tokens: str, used: int, seen: int, max_context: int, *, drops: boo
 # -- from messages to tokens -------------------------------------------------------------------
 
 
-def start(template: Template, system: str) -> list[int]:
-    """Token ids before the text of the first user message, with the BOS token if the model has one.
-    All conversations with this system prompt begin with them."""
-    system_messages = [Message("system", system)] if system else []
-    one, two = (template.opening([*system_messages, Message("user", text)]) for text in PROBES)
-    return one[: shared(one, two)]
-
-
 @dataclass(frozen=True, slots=True)
 class Composer:
     """Turns messages into token ids with a chat template. free(): free bytes of host memory, None
@@ -432,27 +362,25 @@ class Composer:
         """Token ids after the last answer, up to where the next one begins."""
         return self._ids(self.template.following, messages, messages[-1:])
 
-    def question(
-        self, history: History, messages: Sequence[Message], documents: Sequence[Document]
-    ) -> Question:
-        """The last message as a question after `history`."""
-        begins = len(history.fed or history.known)
+    def question(self, said: Conversation, messages: Sequence[Message]) -> Question:
+        """The last message as a question after the conversation `said`, whose pending documents it
+        brings."""
+        log = said.log
+        begins = len(log.fed or log.known)
 
         def following(messages: Sequence[Message]) -> list[int]:
-            if history.cut:
-                return self.opening(messages)[begins:]
-            return self.following(messages)
+            return self.opening(messages)[begins:] if log.cut else self.following(messages)
 
         def new(messages: Sequence[Message]) -> list[int]:
-            return [*history.unfed, *following(messages)]
+            return [*log.unfed, *following(messages)]
 
-        compose = new if history.fed else self.opening
+        compose = new if log.seen else self.opening
         ids, first = compose(messages), None
-        if history.cut and not history.documents:
+        if log.cut and not said.turns:
             answered = any(message.role == "assistant" for message in messages)
-            whole = len(history.fed) + len(ids)
+            whole = log.seen + len(ids)
             first = whole - len(self.following(messages)) if answered else 0
-        return Question(messages, documents, ids, compose, self.opening, following, first)
+        return Question(messages, said.pending, ids, compose, self.opening, following, first)
 
     def _ids(
         self, compose: Compose, messages: Sequence[Message], new: Sequence[Message]

@@ -8,7 +8,7 @@ meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import gt
 from time import perf_counter
@@ -84,38 +84,25 @@ class Reader:
     warn: Callable[[str], None]
 
     def read(self, plan: PromptPlan, again: Callable[[], PromptPlan]) -> tuple[PromptPlan, Read]:
-        """Carry out `plan`. If `skip` stops that, carry out `plan.instead`; if the tier is damaged,
-        the plan that `again()` returns then. Returns the plan that was carried out and its result.
+        """Carry out `plan`; if the tier is damaged, the plan that `again()` returns then. Returns
+        the plan that was carried out and its result.
 
         The user is told beforehand what a second pass costs. After any error, the cache is as it
         was before. Otherwise the caller must call `Recall.scored` once the turn counts.
         """
-        cancelling, recall = self.tools.cancelling, self.tools.recall
+        recall = self.tools.recall
         try:
             while True:
-                cancelling.rereading = plan.instead is not None
                 try:
                     for line in self._scoring(plan):
                         self.warn(line)
-                    found = self._feed(plan)
+                    return plan, self._feed(plan)
                 except TierError as error:
                     self.warn(recall.failed(error))
                     plan = again()
-                except Interrupted:  # `progress` may raise it, too
-                    if plan.instead is None or cancelling.cancelled() or not cancelling.skipped:
-                        raise
-                    plan = plan.instead
-                    cancelling.rereading = False  # first: from here on `skip` means `cancel`
-                    cancelling.skipped = False
-                    self.warn("stopped reading again: this answer comes from the cache as it is")
-                else:
-                    cancelling.skipped = False  # `skip` came after everything was read
-                    return plan, found
         except BaseException:
             recall.scored()
             raise
-        finally:
-            cancelling.rereading = False
 
     def _feed(self, plan: PromptPlan) -> Read:
         """Feed the prompts. `Engine.prompt` can undo one prompt; if there are several, or they
@@ -126,16 +113,17 @@ class Reader:
 
         def between_chunks(so_far: int, of: int) -> None:
             nonlocal work
-            # This may differ from the part's length: a recall also feeds tokens that the policies
-            # observe, and some prompts are read twice.
-            work = of
+            # A recall also feeds tokens that the tier has, because the policies observe them.
+            known = max(0, of - plan.tokens) if plan.recalled else 0
+            so_far, of = max(0, so_far - known), of - known
+            work = of  # may be more than the part's length: some prompts are read twice
             whole = done + of + coming
-            if self.tools.cancelling.stopped():
+            if self.tools.cancelling.cancelled():
                 raise Interrupted(
                     f"stopped reading at {done + so_far:,} of {whole:,} tokens",
                     "the chat is as it was" if replaces else "nothing was added",
                 )
-            if self.progress is not None:
+            if self.progress is not None and whole:
                 self.progress(done + so_far, whole)
 
         before = kv.share()
@@ -204,8 +192,7 @@ class Reader:
 
         Raises ContextError, UsageError if the budget is too small, and what `keep` raises.
         """
-        engine, kv = self.tools.engine, self.tools.engine.kv
-        policy = self.settings.eviction.policy
+        kv, policy = self.tools.engine.kv, self.settings.eviction.policy
         if plan.recalled:
             return
         if not self.settings.scores_twice:
@@ -217,10 +204,24 @@ class Reader:
                 )
             return
         prepare(kv, self.tools.tokenizer, self.tools.template)
-        cost = scoring(engine, plan.parts, plan.behind(kv.position), plan.asks)
-        if not cost.tokens:
+        costs, position = list[tuple[int, PassCost]](), plan.behind(kv.position)
+        for part in plan.parts:
+            asks = plan.asks and part is plan.parts[-1]
+            costs.append((len(part), kv.scoring_cost(len(part), position, asks=asks)))
+            position += len(part)
+        costs = [each for each in costs if each[1].tokens]
+        if not costs:
             return
-        line = cost.line(in_file=keep(self.tools.recall, policy, cost))
+        read, more = sum(tokens for tokens, _ in costs), sum(cost.tokens for _, cost in costs)
+        most = max((cost for _, cost in costs), key=lambda cost: cost.ram)
+        held = f"{size(most.ram)} of RAM"
+        if keep(self.tools.recall, policy, max(tokens for tokens, _ in costs), most):
+            held = f"{size(most.file)} in a file, read {most.reads} times, and "
+            held += f"{size(most.file_ram)} of RAM"
+        line = (
+            f"it reads {more:,} tokens more to score {read:,} ({(read + more) / read:.1f} times "
+            f"the tokens, 2 to 4 times the time), with {held} until then"
+        )
         if self.settings.reuse == "auto":
             yield (
                 f'`reuse="auto"` evicts before the question is seen, so that one cache serves all '
@@ -256,51 +257,6 @@ def prepare(kv: KVCache, tokenizer: Tokenizer, template: Template) -> None:
         kv.words = wording(tokenizer, template)
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """The cost of scoring in addition to reading. read: tokens of the prompts that are scored.
-    longest: tokens of the longest one. tokens: those of the second pass over all of them. most: the
-    cost of the prompt that takes the most memory."""
-
-    read: int = 0
-    longest: int = 0
-    tokens: int = 0
-    most: PassCost = field(default_factory=PassCost)
-
-    def line(self, *, in_file: bool) -> str:
-        """A line that tells the user the cost beforehand. in_file: keys and values are stored in a
-        file."""
-        times, most = (self.read + self.tokens) / max(1, self.read), self.most
-        held = f"{size(most.ram)} of RAM"
-        if in_file:
-            held = (
-                f"{size(most.file)} in a file, read {most.reads} times, and {size(most.file_ram)} "
-                "of RAM"
-            )
-        return (
-            f"it reads {self.tokens:,} tokens more to score {self.read:,} ({times:.1f} times the "
-            f"tokens, 2 to 4 times the time), with {held} until then"
-        )
-
-
-def scoring(engine: Engine, parts: Sequence[Sequence[int]], position: int, asks: bool) -> Scoring:
-    """The cost of scoring the prompts `parts`, the first of which begins at `position`. asks: the
-    last one is only a question. Raises ContextError if no position is left for a second pass."""
-    made = Scoring()
-    for part in parts:
-        only_asks = asks and part is parts[-1]
-        cost = engine.kv.scoring_cost(len(part), position, asks=only_asks)
-        if cost.tokens:
-            made = Scoring(
-                made.read + len(part),
-                max(made.longest, len(part)),
-                made.tokens + cost.tokens,
-                max(made.most, cost, key=lambda each: each.ram),
-            )
-        position += len(part)
-    return made
-
-
 def _loss(layers: Sequence[float | None], *, gaps: bool) -> Loss:
     """An estimate, without rows that had left before the prompt (`gaps`). layers:
     see `Outcome.lost`."""
@@ -331,18 +287,19 @@ def foreseen(kv: KVCache, plan: PromptPlan) -> int:
     return found
 
 
-def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
+def keep(recall: Recall, policy: str, longest: int, most: PassCost) -> bool:
     """Decide where keys and values are stored until they are scored, and create the file if it is
     one. Returns True for a file, which exists until `Recall.scored`, and False for RAM, of which
     none is allocated yet. If `recall.kind` is "file", RAM is used only if a file failed before in
-    this conversation, or needs more RAM than is free.
+    this conversation, or needs more RAM than is free. longest: tokens of the longest prompt. most:
+    the cost of the prompt that takes the most memory.
 
     Raises MemoryShortError if there is no room, and UsageError if `recall.kind` is "file" and the
     file cannot be created.
     """
     recall.scored()
     holds = f"{policy} holds all keys and values until they are scored"
-    short = too_much(cost.most.ram, recall.free())
+    short = too_much(most.ram, recall.free())
     if recall.kind != "file" and not short:
         return False
     if recall.kind in ("none", "ram"):
@@ -351,8 +308,8 @@ def keep(recall: Recall, policy: str, cost: Scoring) -> bool:
             'nothing was read; `tier="file"` keeps them in a file instead, or take another '
             "`policy` or a shorter document",
         )
-    unfit = recall.broken or too_much(cost.most.file_ram, recall.free())
-    disk = unfit or recall.keep_in_file(cost.longest)
+    unfit = recall.broken or too_much(most.file_ram, recall.free())
+    disk = unfit or recall.keep_in_file(longest)
     if not disk:
         return True
     if short:

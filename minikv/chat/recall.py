@@ -152,10 +152,16 @@ class Recall:
         """The tokens whose keys and values are in the tier: a copy."""
         return [] if self.tier is None else list(self.tier.ids[: self.tier.length])
 
-    def has(self, ids: Sequence[int]) -> int:
-        """How many of the first tokens of `ids` are in the tier. Like `given`, but drops no
-        rows."""
-        return shared(self.ids, ids)
+    def has(self, ids: Sequence[int], *, stored: bool = False) -> int:
+        """How many of the first tokens of `ids` are in the tier. Like `given`, but drops no rows.
+        stored: or in the store, which `remember` would then use."""
+        has, store = shared(self.ids, ids), self.store
+        if not stored or store is None or len(ids) - has < store.least:
+            return has
+        if (found := store.find(self.header, ids)) is not None:
+            has = max(has, shared(found.ids, ids))
+            found.close()
+        return has
 
     # -- before a prompt ----------------------------------------------------------------------
 
@@ -181,22 +187,17 @@ class Recall:
         if self.why:
             return False
         # On a GPU, or if the user wants it, rows from the store are moved to memory.
-        if self.file is None or (self._places[0] == "ram" and not self.file.kept):
-            reasons: list[str] = []
-            for place in self._places:
-                said = "; ".join(reasons)
-                if place == "ram":
-                    no = self._no_ram(tokens, said)
-                else:
-                    no = self._no_file(tokens, said) if self.file is None else ""
-                if not no:
-                    break
-                reasons.append(no)
-            else:
-                self.why = "; ".join(reasons)
-        if self.why:
-            self._tell(f'no tier: {self.why}; `tier_dtype="int8"` takes about half')
-        return not self.why
+        if self.file is not None and (self._places[0] != "ram" or self.file.kept):
+            return True
+        reasons: list[str] = []
+        for place in self._places:
+            make = self._no_ram if place == "ram" else self._no_file
+            if not (no := make(tokens, "; ".join(reasons))):
+                return True
+            reasons.append(no)
+        self.why = "; ".join(reasons)
+        self._tell(f'no tier: {self.why}; `tier_dtype="int8"` takes about half')
+        return False
 
     @property
     def _places(self) -> tuple[str, ...]:
@@ -238,8 +239,8 @@ class Recall:
         """Move the tier to a file with room for `tokens` tokens. Returns "", or why that failed.
         because: why it cannot be in RAM, for the message. Raises UsageError if it failed for the
         first time in this conversation and `kind` is "file"."""
-        if self.broken:
-            return self.broken
+        if self.file is not None or self.broken:
+            return "" if self.file is not None else self.broken
         try:
             rows = self._made(self.where(), self.tokens, max(tokens, self.tokens))
         except (TierError, UsageError) as error:
@@ -320,18 +321,14 @@ class Recall:
             return
         try:
             if why:
-                self._unused(self.store, ids, why)
+                if have := self.has(ids, stored=True):
+                    before = f"{have:,} of {len(ids):,} tokens were read before"
+                    self.say(f"{before}, and are read again: {why}")
             else:
                 yield from self._remember(self.store, ids, about)
         except (TierError, UsageError, OSError) as error:
             self.leave()
             yield f"this text is not remembered for later chats: {error}"
-
-    def _unused(self, store: Store, ids: Sequence[int], why: str) -> None:
-        if (found := store.find(self.header, ids)) is not None:
-            have = shared(found.ids, ids)
-            found.close()
-            self.say(f"{have:,} of {len(ids):,} tokens were read before, and are read again: {why}")
 
     def _remember(self, store: Store, ids: Sequence[int], about: str) -> Iterator[str]:
         found, had = store.find(self.header, ids), self.has(ids)

@@ -75,12 +75,10 @@ class KvBytes:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Wall time in seconds. load: of loading the model, once. compile: None if nothing was
-    compiled. fidelity: of measuring what eviction loses. thoughts: the part of `decode` spent on
-    thoughts."""
+    """Wall time in seconds. load: of loading the model, once. fidelity: of measuring what eviction
+    loses. thoughts: the part of `decode` spent on thoughts."""
 
     load: float
-    compile: float | None
     first_token: float
     prefill: float
     evict: float
@@ -92,11 +90,10 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Tokens per second. The baseline is the speed of a full cache; None if it was not measured."""
+    """Tokens per second; None if nothing was measured."""
 
     prefill_tok_s: float | None
     decode_tok_s: float | None
-    baseline_decode_tok_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +130,10 @@ class AgainstFull:
             return "not checked"
         if self.same:
             return "as without eviction" + (" (checked)" if self.checked else "")
-        count = self.tokens or 0
-        after = f"after {count:,} token{'' if count == 1 else 's'}"
-        return f"differs from the full cache {after if count else 'from the first token on'}"
+        where = (
+            f"after {amount(self.tokens, 'token')}" if self.tokens else "from the first token on"
+        )
+        return f"differs from the full cache {where}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +265,7 @@ class TurnReport:
 
 def thought_for(tokens: int) -> str:
     """The line in place of folded thoughts: "thought for 312 tokens"."""
-    return f"thought for {tokens:,} token{'' if tokens == 1 else 's'}"
+    return f"thought for {amount(tokens, 'token')}"
 
 
 def amount(count: int, word: str) -> str:
@@ -287,11 +285,6 @@ def of_full(held: int, full: int) -> str:
     """ "90.8 of 913.1 MiB": both in the unit of the larger number."""
     unit = size(max(held, full)).split()[-1]
     return f"{size(held, unit).removesuffix(unit).rstrip()} of {size(full, unit)}"
-
-
-def ratio(own: float | None, full: float | None) -> str:
-    """ "x1.04": speed relative to a full cache, rounded down; "" if one was not measured."""
-    return f"x{math.floor(100 * own / full + 1e-9) / 100:.2f}" if own and full else ""
 
 
 def percent_saved(share: float) -> str:

@@ -1,30 +1,19 @@
-"""The state of a chat that a turn changes (`Conversation`), copies of a chat between two turns
-(`ChatSnapshot`), and checks for undoing turns and continuing answers."""
+"""The state of a chat that a turn changes (`Conversation`), and copies of a chat between two turns
+(`ChatSnapshot`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar
 
-from minikv import checks
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
 from minikv.chat.transcript import Document, Message, Template, TokenLog, Turn, said
-from minikv.errors import UsageError
 
 T = TypeVar("T")
-
-UNDO_TURNS = 16
-"""How many turns a chat on a terminal can undo."""
-_ENDS = {
-    "eos": "the model ended its answer",
-    "stop": "the answer ended at a stop text",
-    "context": "the model's context is full",
-}
-_ANEW = "ask a question"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +44,9 @@ class Conversation:
 
     conversation: counts the conversations of a chat. opened_with: the messages before its turns:
     the system prompt, or those of `follow`. log: its tokens, as far as they are known. asked: the
-    turn under way, once its question was read; its record has no answer yet. copies: copies of the
-    chat, by the number of turns finished before. noticed: how many notices of the engine the user
-    has seen. closing(): the conversation after the turn under way, however that ended; it has no
-    side effects, so it may be called again. None between turns.
+    turn under way, once its question was read; its record has no answer yet. noticed: how many
+    notices of the engine the user has seen. closing(): the conversation after the turn under way,
+    however that ended; it has no side effects, so it may be called again. None between turns.
     """
 
     conversation: int = 0
@@ -70,7 +58,6 @@ class Conversation:
     rereads: bool = False
     asked: Turn | None = None
     undone: list[Turn] = field(default_factory=list)
-    copies: Mapping[int, ChatSnapshot] = field(default_factory=dict)
     noticed: int = 0
     closing: Callable[[], Conversation] | None = None
 
@@ -108,21 +95,6 @@ class Conversation:
     def evicted_for_turn(self) -> int | None:
         """The record of the last question says for which one the cache was evicted."""
         return self._begun[-1].report.shaped_by_turn if self._begun and self.log.seen else None
-
-    @property
-    def fed(self) -> list[int]:
-        """The ids of the tokens that the cache has seen."""
-        return self.log.fed
-
-    @property
-    def pending_token(self) -> int | None:
-        """The last token of an answer, which was not fed and begins the next prompt; None if there
-        is none."""
-        return self.log.pending
-
-    @property
-    def known(self) -> list[int]:
-        return self.log.known
 
     def copied(self) -> Conversation:
         """A copy of this conversation between two turns, for an empty cache."""
@@ -178,23 +150,14 @@ class Conversation:
         else:
             pending = [*documents, *pending]
         curve, log = self.curve[2 * turns :], TokenLog(cut=True)
-        return replace(self, turns=rest, pending=pending, log=log, curve=curve, copies={})
+        return replace(self, turns=rest, pending=pending, log=log, curve=curve)
 
-    def begun(
-        self, asked: Turn, log: TokenLog, copies: Mapping[int, ChatSnapshot], stats: CacheStats
-    ) -> Conversation:
+    def begun(self, asked: Turn, log: TokenLog, stats: CacheStats) -> Conversation:
         """The conversation after the question of `asked` was read. stats: of the cache at that
         time."""
-        return replace(
-            self,
-            asked=asked,
-            log=log,
-            copies=copies,
-            curve=[*self.curve, mark(stats, asked.report)],
-            pending=[],
-            undone=[],
-            rereads=False,
-        )
+        curve = [*self.curve, mark(stats, asked.report)]
+        nothing = replace(self, pending=[], undone=[], rereads=False)
+        return replace(nothing, asked=asked, log=log, curve=curve)
 
     def closed(self, turn: Turn, stats: CacheStats) -> Conversation:
         """The conversation after this turn, which was under way. stats: of the cache at that
@@ -213,88 +176,17 @@ def mark(stats: CacheStats, report: TurnReport) -> tuple[int, int, int]:
     return stats.seen, stats.held_bytes + report.kv_bytes.tier_here, stats.full_bytes
 
 
-def affordable(
-    copies: Mapping[int, ChatSnapshot], oldest: int, nbytes: int
-) -> dict[int, ChatSnapshot]:
-    """The newest copies, from turn `oldest` on, that take at most `nbytes` together. A copy of an
-    empty cache, as before the first question, takes nothing and stays."""
-    kept, total = dict[int, ChatSnapshot](), 0
-    for number in sorted(copies, reverse=True):
-        total += copies[number].nbytes
-        if not copies[number].nbytes or (number >= oldest and total <= nbytes):
-            kept[number] = copies[number]
-    return kept
-
-
-def refuse_continuation(
-    report: TurnReport | None, eviction: EvictionConfig, log: TokenLog, max_context: int
-) -> None:
-    """Raise UsageError if the answer of this record cannot be continued.
-
-    report: of the last turn; None if there is none. eviction: the present settings. max_context:
-    positions that the model was trained for.
-    """
-    if report is None:
-        raise UsageError("there is no answer to continue", "ask something first")
-    full = log.seen >= max_context
-    why = _ENDS["context"] if full else _ENDS.get(report.stop_reason, "")
-    if why:
-        raise UsageError(f"there is nothing to continue: {why}", _ANEW)
-    if log.pending is None:
-        raise UsageError("this answer cannot be continued: its end is not in the cache", _ANEW)
-    if (report.policy, report.policy_options, report.budget) != (
-        eviction.policy,
-        eviction.options_record(),
-        eviction.budget_record(),
-    ):
-        raise UsageError(
-            "this answer cannot be continued: the policy or the budget has changed since",
-            "set them back, or ask again",
-        )
-
-
-def taken_back(
-    now: Conversation, turns: int, eviction: EvictionConfig, seed: int, template: Template
-) -> tuple[ChatSnapshot, Conversation]:
-    """The chat before its last `turns` turns, with its cache if there is a copy of it; and the
-    conversation that continues from there. eviction and seed: the present ones. Raises UsageError
-    if there are fewer turns."""
-    count = len(now.turns)
-    checks.whole("turns", turns)
-    if turns < 1:
-        raise UsageError(
-            f"a number of turns is 1 or more, got {turns:,}", "`chat.undo()` or `chat.undo(2)`"
-        )
-    if not count:
-        raise UsageError("there is no turn to undo", "ask something first")
-    if turns > count:
-        have = "1 turn" if count == 1 else f"{count:,} turns"
-        raise UsageError(f"{turns:,} turns cannot be undone: this chat has {have}")
-    finished = count - turns
-    snapshot = now.copies.get(finished)
-    if snapshot is None:
-        snapshot = ChatSnapshot(None, eviction, seed, now.before(finished, template))
-    restored, undone = now.restored(snapshot), now.turns[finished:]
-    rereads = restored.rereads or now.rereads or undone[0].report.reuse == "refresh"
-    waiting = [document for document in now.pending if document not in restored.pending]
-    restored = replace(
-        restored,
-        copies={number: each for number, each in now.copies.items() if number < finished},
-        pending=[*restored.pending, *waiting],
-        undone=undone,
-        rereads=rereads and bool(restored.log.seen),
-    )
-    return snapshot, restored
-
-
 class _Now(Generic[T]):
     """A read-only attribute of a chat, taken from its conversation."""
+
+    def __init__(self, get: Callable[[Conversation], T]) -> None:
+        self._get = get
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, chat: Any, owner: type) -> T:
-        return cast(T, self if chat is None else getattr(chat._now, self._name))
+    def __get__(self, chat: ConversationView, owner: type) -> T:
+        return self._get(chat._now)
 
     def __set__(self, chat: object, value: object) -> NoReturn:
         raise AttributeError(f"{self._name} cannot be set")
@@ -306,19 +198,19 @@ class ConversationView:
 
     _now: Conversation
 
-    conversation = _Now[int]()
-    turn = _Now[int]()
-    turns = _Now[list[Turn]]()
-    undone = _Now[list[Turn]]()
-    messages = _Now[list[Message]]()
-    documents = _Now[list[Document]]()
-    pending = _Now[list[Document]]()
-    report = _Now[TurnReport | None]()
-    reports = _Now[list[TurnReport]]()
-    curve = _Now[list[tuple[int, int, int]]]()
-    evicted_for_turn = _Now[int | None]()
-    rereads = _Now[bool]()
-    fed = _Now[list[int]]()
-    known = _Now[list[int]]()
-    pending_token = _Now[int | None]()
-    log = _Now[TokenLog]()
+    conversation = _Now(lambda now: now.conversation)
+    turn = _Now(lambda now: now.turn)
+    turns = _Now(lambda now: now.turns)
+    undone = _Now(lambda now: now.undone)
+    messages = _Now(lambda now: now.messages)
+    documents = _Now(lambda now: now.documents)
+    pending = _Now(lambda now: now.pending)
+    report = _Now(lambda now: now.report)
+    reports = _Now(lambda now: now.reports)
+    curve = _Now(lambda now: now.curve)
+    evicted_for_turn = _Now(lambda now: now.evicted_for_turn)
+    rereads = _Now(lambda now: now.rereads)
+    log = _Now(lambda now: now.log)
+    fed = _Now(lambda now: now.log.fed)
+    known = _Now(lambda now: now.log.known)
+    pending_token = _Now(lambda now: now.log.pending)

@@ -1,5 +1,5 @@
-"""Stopping, and one thing at a time: `cancel` and `skip` set `Cancelling`; `Guard` lets an answer
-or a change hold the chat; `in_background` computes an answer in a thread; `stoppable` abandons work
+"""Stopping, and one thing at a time: `Cancelling` takes requests to stop; `Guard` lets an answer or
+a change hold the chat; `in_background` computes an answer in a thread; `stoppable` abandons work
 that cannot be interrupted.
 
 An answer holds the chat from its first piece until its iterator ends, is closed or is
@@ -47,40 +47,22 @@ _NAME = "minikv-stoppable"
 
 
 class Cancelling:
-    """The requests to stop. `cancel` and `skip` are safe to call from a signal handler.
-
-    rereading: `auto` is reading the conversation again, and `skip` stops only that. skipped: `skip`
-    was called meanwhile.
-    """
+    """The requests to stop. `cancel` is safe to call from a signal handler."""
 
     def __init__(self) -> None:
-        self.rereading = self.skipped = False
         self._calls = self._handled = 0  # calls of `cancel`, and how many of them were handled
 
     def cancel(self) -> None:
         """Stop the turn."""
         self._calls += 1
 
-    def skip(self) -> None:
-        """Stop reading the conversation again; if it is not being read again, stop the turn."""
-        if self.rereading:
-            self.skipped = True
-        else:
-            self.cancel()
-
     def cancelled(self) -> bool:
         """Whether the turn must stop."""
         return self._calls > self._handled
 
-    def stopped(self) -> bool:
-        """Whether reading must stop, whether or not the turn stops too."""
-        return self.cancelled() or self.skipped
-
     def forget(self, before: int | None = None) -> None:
-        """Forget earlier calls of `skip` and `cancel`; with `before`, only the first `before` calls
-        of `cancel`."""
+        """Forget earlier calls of `cancel`; with `before`, only the first `before` calls."""
         self._handled = max(self._handled, self._calls if before is None else before)
-        self.skipped = False
 
     def during(self, pieces: Pieces) -> Pieces:
         """Return `pieces`. A call of `cancel` applies to them from now until they end, also before

@@ -38,7 +38,12 @@ OPERATIONS: dict[str, Callable[[ChatSession], object]] = {
 FILES = tuple(
     os.path.join(*path.split("/"))
     for path in (
-        *("minikv/chat/session.py", "minikv/chat/stopping.py", "minikv/chat/closing.py"),
+        *(
+            "minikv/chat/session.py",
+            "minikv/chat/turn.py",
+            "minikv/chat/stopping.py",
+            "minikv/chat/closing.py",
+        ),
         *("minikv/chat/snapshot.py", "minikv/chat/transcript.py", "minikv/chat/answer.py"),
         *("minikv/chat/recall.py", "minikv/chat/reading.py", "minikv/chat/plan.py"),
         *("minikv/cache/kv_cache.py", "minikv/cache/tier.py"),

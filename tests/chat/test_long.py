@@ -86,7 +86,7 @@ def chats() -> Iterator[list[tuple[ChatSession, Keeper]]]:
     made = []
     for tier in ("none", "ram", "file"):
         first = eviction(("adakv", "auto"), 48)
-        session = lettered(first, tier=tier, reuse="auto", undo_turns=4)
+        session = lettered(first, tier=tier, reuse="auto")
         keeper = Keeper(Terminal(quiet=True))
         keeper.attend(session)
         made.append((session, keeper))

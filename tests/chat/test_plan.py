@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fakes import ByteTokenizer, ChatML
 from small_chat import chat, reported, say, talked
+from test_report import report
 from test_session import check, make
 
 from minikv.cache.stats import CacheStats
@@ -20,14 +21,13 @@ from minikv.chat import plan as planning
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.plan import (
     Composer,
-    History,
     PlanSettings,
     PromptPlan,
     Question,
-    plan,
-    reads_again,
+    Situation,
 )
-from minikv.chat.transcript import Document, Message, Stored
+from minikv.chat.snapshot import Conversation
+from minikv.chat.transcript import Document, Message, Stored, TokenLog, Turn
 from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8
@@ -36,6 +36,10 @@ ASKED, ANSWERED = Message("user", "mill\n\nWho?"), Message("assistant", "Ada")
 READ = COMPOSER.opening([ASKED])
 SEEN = [*READ, *b"Ad"]  # the last token of the answer was not fed
 STATS = CacheStats(0, 0, 0.0, *[0] * 8, False, False)
+
+
+def plan(said: Conversation, question: Question, *given: Any) -> PromptPlan:
+    return Situation(said, *given).plan(question)
 
 
 def documents(text: str) -> tuple[Document, ...]:
@@ -48,8 +52,8 @@ class Case:
 
     cache: "filled"; "empty"; or "again": empty after a turn whose tokens are known. tier: how many
     of its tokens are the conversation's; None: there is none. how: "all", "recall", "new" or "cut":
-    `parts` says where. why: the beginning of the line for the user. stop: the user may stop reading
-    again. brings, had: text of the documents of this question and of the one before.
+    `parts` says where. why: the beginning of the line for the user. brings, had: text of
+    the documents of this question and of the one before.
     """
 
     cache: str
@@ -59,7 +63,6 @@ class Case:
     how: str
     given: int = 0
     why: str = ""
-    stop: bool = False
     parts: tuple[str, ...] = ()
     policy: str = "adakv"
     brings: str = ""
@@ -71,26 +74,27 @@ class Case:
     def first(self) -> bool:
         return self.cache == "empty"
 
-    def inputs(self) -> tuple[History, Question, CacheStats, Stored, PlanSettings]:
+    def inputs(self) -> tuple[Conversation, Question, CacheStats, Stored, PlanSettings]:
         messages = [Message("user", f"{self.brings}Why?")]
-        history, seen = History(), []
+        said, seen = Conversation(pending=[*documents(self.brings)]), []
         if not self.first:
             asked = Message("user", f"{self.had}Who?")
             read = COMPOSER.opening([asked])
             seen = [*read, *b"Ad"]  # the last token of the answer was not fed
             messages = [asked, Message("assistant", "Ada"), *messages]
             had = documents(self.had)
-            history = History([], [], [*seen, *b"a"], [had], len(read), len(seen))
-        if self.cache == "filled":
-            history = replace(history, fed=seen, unfed=[*b"a"], known=[])
+            tokens = replace(report().tokens, prompt_new=len(read), seen_total=len(seen))
+            turn = Turn("Who?", "Ada", had, replace(report(), tokens=tokens))
+            fed = len(seen) if self.cache == "filled" else 0
+            said = replace(said, turns=[turn], log=TokenLog([*seen, *b"a"], fed))
         eviction = EvictionConfig.read(self.policy, budget=64)
         limits = {"max_context": 500, "pinned": 2, **self.settings}
         tier = Stored(why="none fits", kind="auto")
         if self.tier is not None:
             tier = Stored([*seen[: self.tier], *[-1] * 9], True, "", "ram")
         return (
-            history,
-            COMPOSER.question(history, messages, documents(self.brings)),
+            said,
+            COMPOSER.question(said, messages),
             replace(STATS, evicted=self.evicted, gaps=self.evicted > 0),
             tier,
             PlanSettings(eviction, eviction.rules(), self.reuse, **limits),
@@ -100,13 +104,11 @@ class Case:
 SEEN = len(COMPOSER.opening([Message("user", "mill\n\nWho?")])) + 2
 AGAIN = '`reuse="auto"` reads everything again with each question: adakv keeps what one question'
 BLUNT = '`reuse="auto"` keeps the cache: streaming does not choose'
-KEEPS = "the cache stays as it is, as you chose"
 NONE = "there is no document to evict beforehand"
 WELL = "well\n\n"
 FIRST = {"brings": WELL, "parts": (WELL, "Why?")}
 BOTH = {"brings": WELL, "parts": ("mill\n\n", f"Who?Ada{WELL}", "Why?")}
 LATER = {"brings": WELL, "parts": (f"a{WELL}", "Why?")}
-KEPT: dict[str, Any] = {"settings": {"keeps_cache": True}}
 ANEW: dict[str, Any] = {"settings": {"rereads": True}}
 
 CASES = [
@@ -131,26 +133,25 @@ CASES = [
     Case("again", 7, "once", "refresh", "all"),
     # filled, a tier
     Case("filled", SEEN, "auto", "recall", "recall", SEEN),
-    Case("filled", 7, "auto", "recall", "recall", 7, stop=True),
+    Case("filled", 7, "auto", "recall", "recall", 7),
     Case("filled", 7, "recall", "recall", "recall", 7),
     Case("filled", 7, "auto", "recall", "recall", 7, **ANEW),
-    Case("filled", 0, "auto", "refresh", "recall", stop=True),
-    Case("filled", 7, "auto", "recall", "recall", 7, stop=True, policy="full"),
+    Case("filled", 0, "auto", "refresh", "recall"),
+    Case("filled", 7, "auto", "recall", "recall", 7, policy="full"),
     Case("filled", 7, "auto", "once", "new", policy="full", evicted=0),  # the cache has all
     # filled, everything again
     Case("filled", None, "refresh", "refresh", "all"),
     Case("filled", 7, "refresh", "refresh", "all"),
     Case("filled", None, "once", "refresh", "all", **ANEW),
     Case("filled", None, "auto", "refresh", "all", **ANEW),
-    Case("filled", None, "auto", "refresh", "all", why=AGAIN, stop=True),
-    Case("filled", None, "recall", "refresh", "all", why=AGAIN, stop=True),
+    Case("filled", None, "auto", "refresh", "all", why=AGAIN),
+    Case("filled", None, "recall", "refresh", "all", why=AGAIN),
     # filled, blind
     Case("filled", None, "blind", "blind", "cut", **LATER),
     Case("filled", None, "auto", "blind", "cut", policy="kvzip", **LATER),
     Case("filled", None, "blind", "once", "new"),
     # filled
     Case("filled", None, "auto", "once", "new", why=BLUNT, policy="streaming"),
-    Case("filled", None, "auto", "once", "new", why=KEEPS, **KEPT),
     Case("filled", None, "auto", "once", "new", evicted=0),
     Case("filled", None, "auto", "once", "new", had=""),
     Case("filled", 7, "once", "once", "new", brings=WELL),
@@ -159,31 +160,27 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cache}-{case.reuse}-{case.record}")
 def test_the_table(case: Case) -> None:
-    given = history, question, *_ = case.inputs()
-    before = copy.deepcopy((history, question.ids))
+    given = said, question, *_ = case.inputs()
+    before = copy.deepcopy((said.log.ids, said.log.seen, question.ids))
     found = plan(*given)
-    assert (history, question.ids) == before
+    assert (said.log.ids, said.log.seen, question.ids) == before
     assert (found.reuse, found.given) == (case.record, case.given)
     filled, new = case.cache == "filled", not case.first and case.how in ("new", "cut")
     begins = not filled or case.how in ("all", "recall")
     assert found.anew == begins
     assert found.recalled == (case.how == "recall")
     template = COMPOSER.template
-    following = [*history.unfed, *template.following(question.messages)] if new else []
+    following = [*said.log.unfed, *template.following(question.messages)] if new else []
     assert found.ids == (template.opening(question.messages) if begins else following)
     assert len(found.parts) == max(1, len(case.parts))
     if case.parts:
         assert tuple(map(ByteTokenizer().decode, found.parts)) == case.parts
     assert found.pinned == (2 if begins and not (filled and found.recalled) else 0)
-    assert found.begins == (history.seen if case.how in ("all", "recall") else 0)
+    seen = said.report.tokens.seen_total if said.report is not None else 0
+    assert found.begins == (seen if case.how in ("all", "recall") else 0)
     assert found.tokens == len(found.ids) - case.given
     assert found.why.startswith(case.why)
     assert bool(found.why) == bool(case.why)
-    if case.stop:
-        new_only = [*history.unfed, *template.following(question.messages)]
-        assert found.instead == PromptPlan("once", (new_only,), False, asks=not case.brings)
-    else:
-        assert found.instead is None
 
 
 @pytest.mark.parametrize(
@@ -236,45 +233,19 @@ def test_recall_by_name_without_a_tier_is_refused() -> None:
 
 
 def test_what_was_read_is_recalled_as_it_was_though_the_text_may_have_other_tokens() -> None:
-    history, question, held, tier, settings = Case("again", 7, "auto", "", "").inputs()
-    known = [*history.known[:-1], 900]
-    found = plan(replace(history, known=known), question, held, tier, settings)
+    said, question, held, tier, settings = Case("again", 7, "auto", "", "").inputs()
+    known = [*said.log.ids[:-1], 900]
+    found = plan(replace(said, log=TokenLog(known)), question, held, tier, settings)
     assert found.ids == [*known, *question.following(question.messages)]
-
-
-def test_reading_again_cannot_be_stopped_where_only_that_fits() -> None:
-    limits = {"max_context": SEEN + 9}
-    history, question, *given = Case("filled", None, "auto", "", "", settings=limits).inputs()
-    found = plan(history, replace(question, opening=lambda _: [0] * 5), *given)  # type: ignore[arg-type]
-    assert (found.reuse, found.instead) == ("refresh", None)
 
 
 @pytest.mark.parametrize("length", [499, 500])
 def test_auto_reads_again_only_what_fits(length: int) -> None:
     """Otherwise it goes on from the cache, and nothing is said."""
-    history, question, *given = Case("filled", None, "auto", "", "").inputs()
-    found = plan(history, replace(question, opening=lambda _: [0] * length), *given)  # type: ignore[arg-type]
+    said, question, *given = Case("filled", None, "auto", "", "").inputs()
+    found = plan(said, replace(question, opening=lambda _: [0] * length), *given)  # type: ignore[arg-type]
     fits = length < 500
     assert (found.reuse, bool(found.why)) == ("refresh" if fits else "once", fits)
-
-
-@pytest.mark.parametrize(
-    ("tier", "policy", "settings", "tokens"),
-    [
-        (None, "adakv", {}, SEEN),
-        (None, "adakv", {"keeps_cache": True}, 0),
-        (None, "streaming", {}, 0),
-        (SEEN - 2, "adakv", {}, 0),  # the answer is never in the tier
-        (7, "adakv", {}, SEEN - 7),
-    ],
-)
-def test_how_much_auto_would_read_again(
-    tier: int | None, policy: str, settings: dict[str, Any], tokens: int
-) -> None:
-    history, _, held, stored, chosen = Case(
-        "filled", tier, "auto", "", "", policy=policy, settings=settings
-    ).inputs()
-    assert reads_again(history, held, stored, chosen) == tokens
 
 
 @pytest.mark.parametrize(
@@ -302,7 +273,7 @@ def test_the_answer_of_auto_depends_on_no_clock(
         want = say(plain, question)
         if rate is not None:
             clock = lambda: next(ticks) * 100 / rate  # noqa: E731
-            monkeypatch.setattr("minikv.chat.session.perf_counter", clock)
+            monkeypatch.setattr("minikv.chat.turn.perf_counter", clock)
             monkeypatch.setattr("minikv.chat.reading.perf_counter", clock)
             monkeypatch.setattr("minikv.chat.answer.perf_counter", clock)
         assert say(session, question) == want
@@ -313,14 +284,14 @@ def test_the_answer_of_auto_depends_on_no_clock(
 def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
     session = talked(chat(reuse="auto"), MILL)
     notes: list[str] = []
-    for n, keeps in enumerate((False, False, False, True, True)):
-        session.keeps_cache = keeps
+    for n, policy in enumerate(("adakv", "adakv", "adakv", "streaming", "streaming")):
+        session.configure(EvictionConfig.read(policy, budget=48))
         list(session.ask(f"Question {n}?", 3, notice=notes.append))
     assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh", "once", "once"]
     assert len(notes) == 2
     assert notes[0].startswith('`reuse="auto"` reads everything again with each question')
-    assert notes[1].startswith("the cache stays as it is, as you chose")
-    session.keeps_cache = False
+    assert "streaming does not choose by what is asked" in notes[1]
+    session.configure(EvictionConfig.read("adakv", budget=48))
     list(session.ask("Last?", 3, notice=notes.append))
     assert len(notes) == 3
     assert reported(session).reuse == "refresh"

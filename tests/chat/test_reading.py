@@ -1,10 +1,9 @@
-"""Reading again that is skipped: only that is stopped. A policy that reads everything twice: one
+"""Reading again that is stopped. A policy that reads everything twice: one
 cache answers all questions, and what that costs is said before it is paid."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,86 +33,22 @@ def asked(**given: Any) -> ChatSession:
     return talked(chat(**given), MILL, "Who?")
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Calls `names` at a moment of the second question, which reads everything again: after a share
-    of it, or, with None, when the user is told that reading again was stopped. ends: "refused", or
-    what it was answered from."""
-
-    names: tuple[str, ...]
-    after: float | None
-    ends: str
-
-
-STOPS = [
-    Stop(("cancel",), 0.0, "refused"),
-    Stop(("skip",), 0.5, "once"),
-    Stop(("skip", "skip"), 0.5, "once"),
-    Stop(("skip", "cancel"), 0.5, "refused"),
-    Stop(("cancel", "skip"), 0.5, "refused"),
-    Stop(("raise",), 0.5, "refused"),
-    Stop(("cancel",), None, "refused"),
-    Stop(("skip",), None, "refused"),
-    Stop(("skip",), 1.0, "refresh"),  # too late: all was read
-]
-
-
-@pytest.mark.parametrize("stop", STOPS, ids=str)
-def test_what_stops_reading_again(stop: Stop) -> None:
-    session, plain, notes = (
-        asked(reuse="auto"),
-        asked(reuse="refresh" if stop.ends == "refresh" else "once"),
-        [],
-    )
-    assert session.reads_again == len(session.fed)
-    before, done_once = cache(session), []
-
-    def press(names: tuple[str, ...]) -> None:
-        if not done_once:
-            done_once.append(names)
-            for name in names:
-                if name == "raise":
-                    raise Interrupted("stopped", "by the caller")
-                getattr(session, name)()
+@pytest.mark.parametrize(("after", "raises"), [(0.0, False), (0.5, False), (0.5, True)])
+def test_reading_again_that_is_stopped_leaves_the_cache(after: float, raises: bool) -> None:
+    session = asked(reuse="auto")
+    before = cache(session)
 
     def progress(done: int, total: int) -> None:
-        if stop.after is None:
-            if session.rereading:
-                session.skip()
-        elif done >= stop.after * total:
-            press(stop.names)
+        if raises and done >= after * total:
+            raise Interrupted("stopped", "by the caller")
+        if done >= after * total:
+            session.cancel()
 
-    def notice(line: str) -> None:
-        notes.append(line)
-        if stop.after is None and line.startswith("stopped reading again"):
-            press(stop.names)
-
-    asking = session.ask("Why?", 8, 0.7, progress=progress, notice=notice)
-    if stop.ends == "refused":
-        with pytest.raises(Interrupted):
-            list(asking)
-        assert cache(session) == before
-        list(session.ask("Why?", 8))  # it is read again as ever
-        assert session.reports[-1].reuse == "refresh"
-        return
-    assert "".join(asking) == say(plain, "Why?")[0]
-    assert cache(session) == cache(plain)
-    report, want = session.reports[1], plain.reports[1]
-    assert (report.reuse, report.tokens, report.misses) == (stop.ends, want.tokens, want.misses)
-    told = "stopped reading again: this answer comes from the cache as it is"
-    assert (told in notes) == (stop.ends == "once")
-
-
-def test_skip_where_nothing_is_read_again_is_a_cancel() -> None:
-    session = talked(chat(reuse="auto"), MILL)
     with pytest.raises(Interrupted):
-        list(session.ask("Who?", 3, progress=lambda done, total: session.skip()))
-    assert session.fed == []
-    answer = session.ask("Who?", 12)
-    next(answer)
-    session.skip()
-    list(answer)
-    assert session.reports[-1].stop_reason == "user"
+        list(session.ask("Why?", 8, progress=progress))
+    assert cache(session) == before
+    list(session.ask("Why?", 8))  # it is read again as ever
+    assert session.reports[-1].reuse == "refresh"
 
 
 @pytest.mark.parametrize("reuse", ["recall", "once", "refresh", "blind"])
@@ -122,7 +57,7 @@ def test_a_policy_is_told_of_the_sentences_of_the_whole_conversation(
 ) -> None:
     """Before each prompt, as many as ended before each token that the cache will have seen."""
     make = recalling if reuse == "recall" else chat
-    session = make(reuse=reuse, policy="global-span", undo_turns=1)
+    session = make(reuse=reuse, policy="global-span")
     network, told = session.engine.network, list[list[int]]()
     forward = network.forward
 

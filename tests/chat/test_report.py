@@ -41,8 +41,8 @@ def report(**changes: Any) -> TurnReport:
         device="cpu",
         tokens=Tokens(7091, 0, 214, 7305, 6579, 726.0, 350, 2184),
         kv_bytes=KvBytes(957_480_960, 95_158_272, 128 * MIB, 929_431_552, 0),
-        time_s=Seconds(6.2, None, 0.82, 0.78, 0.038, 5.1, 6.0),
-        rate=Rates(9091.0, 41.7, None),
+        time_s=Seconds(6.2, 0.82, 0.78, 0.038, 5.1, 6.0),
+        rate=Rates(9091.0, 41.7),
         loss=Loss(0.031, 0.068, 16, "window"),
         shaped_by_turn=1,
         stop_reason="eos",
@@ -60,8 +60,8 @@ KEYS = {
     "tokens": "prompt_new prompt_reused generated seen_total evicted_total kept_mean kept_min "
     "kept_max prompt_reread thoughts",
     "kv_bytes": "full held allocated peak_prefill policy_state tier tier_here",
-    "time_s": "load compile first_token prefill evict decode total fidelity thoughts",
-    "rate": "prefill_tok_s decode_tok_s baseline_decode_tok_s",
+    "time_s": "load first_token prefill evict decode total fidelity thoughts",
+    "rate": "prefill_tok_s decode_tok_s",
     "loss": "est_mass_lost_mean est_mass_lost_max est_mass_lost_argmax_layer method",
     "sampling": "temperature",
     "device_mem": "peak_bytes reserved_bytes",
@@ -100,7 +100,7 @@ def test_the_two_lines() -> None:
 
 def test_a_rate_that_was_not_measured_or_says_nothing_is_not_shown() -> None:
     plain = "214 tokens · first token 0.82 s"
-    assert report(rate=Rates(None, None, None)).lines()[0] == plain
+    assert report(rate=Rates(None, None)).lines()[0] == plain
     few = report(tokens=replace(report().tokens, generated=1))
     assert few.lines()[0] == "1 token · first token 0.82 s"
 

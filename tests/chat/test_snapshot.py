@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
+from lettered import lettered
 from small_chat import chat, reported, say
 from test_session import check, make
 
@@ -55,8 +56,24 @@ def test_a_snapshot_without_a_cache_is_read_again_with_the_next_question() -> No
     assert plain.reports[1].tokens.prompt_reused == 0
 
 
+def test_a_lost_cache_is_not_cut_but_read_again() -> None:
+    """By `undo`, and by `follow` of earlier turns."""
+    sessions = [lettered(EvictionConfig.read("full")) for _ in range(3)]
+    fresh, undone, followed = sessions
+    for session in (undone, followed):
+        say(session, "Who?")
+        say(session, "Why?")
+        session.engine.kv.drop()
+        session.guard.change(lambda: None)
+    fresh.follow(undone.messages[:2])
+    undone.undo()
+    followed.follow(followed.messages[:2])
+    answers = [say(session, "And?") for session in sessions]
+    assert answers == answers[:1] * 3
+
+
 def test_undo_says_what_it_cannot_do() -> None:
-    session = chat(undo_turns=2)
+    session = chat()
     with pytest.raises(UsageError, match="no turn to undo"):
         session.undo()
     for i in range(5):
@@ -68,25 +85,6 @@ def test_undo_says_what_it_cannot_do() -> None:
         session.undo(6)
     assert session.fed == fed
     assert len(session.turns) == 5
-
-
-def test_snapshots_stay_under_their_limit_and_are_made_only_if_wanted() -> None:
-    session = chat(undo_turns=16)
-    say(session, "a long first question " * 5)
-    one = session.snapshot().nbytes
-    session.undo_bytes = 3 * one + one // 2
-    for i in range(6):
-        say(session, f"question {i}")
-        kept = session._now.copies
-        assert sum(snapshot.nbytes for snapshot in kept.values()) <= session.undo_bytes
-        assert 0 in kept
-    assert len(kept) == 4
-    session.undo_bytes = one // 2  # as with --policy full over a long document
-    say(session, "more")
-    assert list(session._now.copies) == [0]
-    plain = chat()
-    say(plain, "q")
-    assert plain._now.copies == {}
 
 
 TEXT = "a story of a crane and a tiger, told twice. " * 4

@@ -154,6 +154,22 @@ def test_what_is_not_remembered(read: Path, how: dict[str, Any]) -> None:
     assert after - before == (foreign or "model" in how)
 
 
+@pytest.mark.parametrize("cached", [True, False])
+def test_what_is_remembered_does_not_count_as_read_again(folder: Path, cached: bool) -> None:
+    """By a chat that is opened without its tier; with `tier="none"`, only if its cache is gone."""
+    session = remembering(folder, tier="ram")
+    told(session, "Who?", LONG)
+    leave(session)
+    snapshot = session.snapshot()
+    for kind in ("ram", "none"):
+        other = remembering(folder, tier=kind)
+        other.restore(snapshot if cached else replace(snapshot, held=None))
+        again = other.reads_again
+        assert (again > len(LONG)) == (cached and kind == "none")
+        assert told(other, "Why?")[2] - again in range(60)
+        leave(other)
+
+
 @pytest.mark.parametrize("how", [{}, {"tier": "ram"}, {"first": MILL[:20]}], ids=str)
 def test_a_later_document_is_remembered_with_what_came_before(
     folder: Path, how: dict[str, Any]

@@ -15,7 +15,6 @@ from small_chat import chat_over, reported, scripted, verified
 
 from minikv.chat.answer import Answer
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import thought_for
 from minikv.chat.session import ChatSession
 from minikv.chat.thoughts import Thoughts
 from minikv.engine.engine import Engine
@@ -166,18 +165,12 @@ def test_an_answer_that_goes_on_ends_thoughts_that_are_too_long(least: int, writ
     assert bytes(id for id in chat.fed if id < 256).count(b"</think>") == 1
 
 
-@pytest.mark.parametrize("undo_turns", [0, 4])
-def test_a_stopped_thought_can_be_continued_after_other_questions(undo_turns: int) -> None:
-    """After one that was refused in any case, after one that was taken back if there is a copy."""
-    chat, twin = (thinker(undo_turns=undo_turns) for _ in range(2))
+def test_a_stopped_thought_can_be_continued_after_a_refused_question() -> None:
+    chat, twin = (thinker() for _ in range(2))
     for one in (chat, twin):
         list(one.ask("who?", 10, 0.7))
     with pytest.raises(ContextError):
         list(chat.ask("long " * 500))
-    if undo_turns:
-        list(chat.ask("when?", 10, 0.7))
-        chat.undo()
-        chat.pending.clear()
     more = ["".join(one.continue_answer(30, 0.7, max_thoughts=12)) for one in (chat, twin)]
     assert more[0] == more[1] == chat.turns[0].answer != ""
 
@@ -232,7 +225,6 @@ CHATS: dict[str, dict[str, Any]] = {
 def test_a_turn_reads_what_the_template_writes(case: str) -> None:
     chat = thinker(**CHATS[case])
     chat.recall.kind = "ram" if case == "recalled" else "none"
-    chat.undo_turns = 3
     for number in range(3):
         read = asked(chat, f"{number}, who?")
         assert read == chat.template.opening(chat.messages[:-1]), number
@@ -243,7 +235,8 @@ def test_a_turn_reads_what_the_template_writes(case: str) -> None:
     chat.undo()
     asked(chat, first.question)
     again = chat.turns[-1]
-    assert (again.thoughts, again.answer, chat.fed) == (first.thoughts, first.answer, fed)
+    if case not in ("evicted once", "evicted in steps", "second pass"):  # the cache is another
+        assert (again.thoughts, again.answer, chat.fed) == (first.thoughts, first.answer, fed)
     if case == "recalled":
         assert verified(chat).tokens
         assert reported(chat).tokens.prompt_reused > 150
@@ -271,10 +264,3 @@ def test_a_template_that_keeps_thoughts_keeps_the_cache() -> None:
     before = list(chat.fed)
     asked(chat, "when?")
     assert chat.fed[: len(before)] == before
-
-
-def test_the_words_of_folded_thoughts() -> None:
-    assert (thought_for(1), thought_for(1312)) == (
-        "thought for 1 token",
-        "thought for 1,312 tokens",
-    )

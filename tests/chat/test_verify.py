@@ -12,6 +12,7 @@ from tiers import MILL, recalling
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import TokenLog
 from minikv.engine.sampling import Sampling, pick
 from minikv.errors import UsageError
 
@@ -154,6 +155,10 @@ def test_what_cannot_be_verified_says_why() -> None:
     snapshot = session.snapshot()
     other.restore(snapshot)
     with pytest.raises(UsageError, match="no tier"):
+        list(other.verify())
+    unknown = replace(snapshot, held=None, said=replace(snapshot.said, log=TokenLog()))
+    other.restore(unknown)  # as by `/load NAME --reread`
+    with pytest.raises(UsageError, match="not known until its next question"):
         list(other.verify())
     session.reset()
     list(session.ask("Else?", 4))

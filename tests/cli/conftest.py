@@ -38,6 +38,6 @@ def document(tmp_path: Path) -> str:
 @pytest.fixture
 def real(home: Path, capsys: pytest.CaptureFixture[str]) -> Talk:
     """Over a small random network and a real cache."""
-    session = chat(undo_turns=16)
+    session = chat()
     session.attach("A mill stands by the river. " * 8, "mill.txt")
     return make(session, capsys)

@@ -39,18 +39,14 @@ def chat(
     )
 
 
-def chat_over(
-    engine: Any, tokenizer: Any, template: Any, *, undo_turns: int = 0, **given: Any
-) -> ChatSession:
+def chat_over(engine: Any, tokenizer: Any, template: Any, **given: Any) -> ChatSession:
     """A chat whose settings are given by name, with the others; later questions are answered from
     what the first one left, unless `reuse` says otherwise."""
     if "fidelity" in given:
         given["fidelity"] = "on" if given["fidelity"] else "off"
     named = {name: given.pop(name) for name in settings_of(Settings) if name in given}
     settings = Settings(**{"reuse": "once"} | named)
-    made = ChatSession(engine, tokenizer, template, settings, **{"max_context": 4096} | given)
-    made.undo_turns = undo_turns
-    return made
+    return ChatSession(engine, tokenizer, template, settings, **{"max_context": 4096} | given)
 
 
 def scripted(text: str, *, opens: bool = False, forgets: bool = True) -> ChatSession:

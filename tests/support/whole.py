@@ -43,7 +43,6 @@ def _transcript(session: ChatSession) -> None:
     assert session.report is (session.turns[-1].report if session.turns else None)
     assert len(session.curve) == 2 * len(session.turns)
     assert [report.turn for report in session.reports] == [*range(1, session.turn + 1)]
-    assert not session.rereading
     assert not session.engine.kv.reading
 
 

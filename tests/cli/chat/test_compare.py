@@ -23,7 +23,6 @@ from minikv.chat.session import ChatSession
 from minikv.chat.transcript import Document
 from minikv.cli.chat import compare
 from minikv.cli.chat.compare import Run, Stop
-from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
 from minikv.errors import ContextError, Interrupted, UsageError
 from minikv.policies import prompt_names
@@ -425,36 +424,6 @@ def test_columns_or_blocks_fit(width: int, count: int) -> None:
 )
 def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str) -> None:
     assert compare.same_as(tokens, full) == said
-
-
-def test_the_full_caches_speed_is_in_later_records(tables: list[tuple[str, list[Run]]]) -> None:
-    session = asked("Who?")
-    for length, measured in ((compare.ENOUGH - 1, False), (compare.ENOUGH, True)):
-        compare._compare(context(session, generation=Generation(length)), ["streaming"])
-        *_, full = (run.report.rate for run in tables.pop()[1])
-        rate = full.decode_tok_s if measured else None
-        assert session.baseline_tok_s == rate
-        list(session.ask("Next?", 3))
-        assert session.report is not None
-        assert session.report.rate.baseline_decode_tok_s == rate
-        told = "vs a full cache: not measured"
-        if rate:
-            told = f"of a full cache ({rate:,.1f} tok/s), run"
-        assert told in render.stats(session.report)
-
-
-def test_undo_keeps_the_full_caches_speed_and_reset_and_another_chat_forget_it() -> None:
-    session = asked("Who?")
-    session.undo_turns = 2
-    list(session.ask("Why?", 3))
-    session.baseline_tok_s = 40.0
-    session.undo()
-    assert session.baseline_tok_s == 40.0
-    session.restore(session.snapshot())
-    assert session.baseline_tok_s is None
-    session.baseline_tok_s = 40.0
-    session.reset()
-    assert session.baseline_tok_s is None
 
 
 @pytest.mark.parametrize(

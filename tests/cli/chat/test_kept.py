@@ -329,7 +329,7 @@ def test_how_much_was_kept_stands_over_the_text() -> None:
 
 def test_before_the_first_turn() -> None:
     said = typed.run(kept.COMMANDS, context(chat()), "kept")
-    assert said == "no turn yet: nothing has been read\n"
+    assert said == "no turn yet\n"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from minikv.errors import ContextError, Interrupted
 @pytest.fixture
 def talk(home: Path, capsys: pytest.CaptureFixture[str]) -> Talk:
     """Over a fake, whose answers follow from every token that was fed."""
-    return make(fake_chat(FakeEngine(), undo_turns=16), capsys)
+    return make(fake_chat(FakeEngine()), capsys)
 
 
 def test_undo_says_what_it_took_back(talk: Talk) -> None:
@@ -45,15 +45,16 @@ def test_undo_says_what_it_took_back(talk: Talk) -> None:
     assert "there is no turn to undo" in talk.refused("undo")
 
 
-def test_undo_without_a_copy_says_that_the_rest_is_read_again(talk: Talk) -> None:
-    talk.session.undo_turns = 1
-    for question in ("one", "two", "three"):
-        talk.ask(question)
-    assert "read" not in talk.run("undo")[1]
-    assert "your next question reads the rest of the conversation again" in talk.run("undo")[1]
-    _, err = talk.run("retry")
-    assert "asking again: one" in err
-    assert [turn.question for turn in talk.session.turns] == ["one"]
+def test_undo_says_that_the_rest_is_read_again(talk: Talk, real: Talk) -> None:
+    """Where something was evicted; otherwise the cache is cut."""
+    for each in (talk, real):
+        for question in ("one", "two", "three"):
+            each.ask(question)
+        said = "your next question reads the rest of the conversation again"
+        assert (said in each.run("undo")[1]) == (each is real)
+        _, err = each.run("retry")
+        assert "asking again: two" in err
+        assert [turn.question for turn in each.session.turns] == ["one", "two"]
 
 
 def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk) -> None:
@@ -64,7 +65,7 @@ def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk) -> Non
     assert [turn.question for turn in talk.session.turns] == ["one"]
     assert talk.ask("two") == second
     talk.run("undo 2")
-    assert "no question was read yet" in talk.refused("retry")
+    assert "all questions were undone" in talk.refused("retry")
 
 
 def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
@@ -91,7 +92,7 @@ def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
 @pytest.mark.parametrize("reuse", ["once", "auto"])
 def test_a_retry_with_another_policy_answers_as_that_policy_does(real: Talk, reuse: str) -> None:
     """On a later question the cache is the chat's own policy's: it is not what answers."""
-    other = chat(policy="streaming", budget=40, reuse="refresh", undo_turns=16)
+    other = chat(policy="streaming", budget=40, reuse="refresh")
     other.attach("A mill stands by the river. " * 8, "mill.txt")
     real.session.reuse = reuse
     real.ask("Who?")

@@ -116,7 +116,7 @@ def test_a_chat_goes_on_as_if_it_had_never_been_closed(policy: str, budget: int 
 
 
 def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
-    session, one = chat(undo_turns=16), keeper()
+    session, one = chat(), keeper()
     one.keep(session)
     session.attach("A mill stands by the river. " * 8, "mill.txt")
     one.keep(session)

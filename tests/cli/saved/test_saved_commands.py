@@ -112,7 +112,7 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    talk = make(chat(undo_turns=16), capsys, active=False)
+    talk = make(chat(), capsys, active=False)
     assert talk.run("load")[1] == f"no saved chat in {home}\n"
     talk.ask("Who?")
     talk.context.keeper.keep(talk.session)
@@ -176,6 +176,6 @@ def test_reading_again_is_said_where_it_happens(kind: str) -> None:
     session.attach("The mill is run by Ada. " * 8)
     say(session, "Who?")
     session.refresh()
-    told, read = commands._read_again(session), len(session.fed)
+    told, read = session.reads_again, len(session.fed)
     say(session, "When?")
     assert (told, session.report.reuse) == ((0, "recall") if kind == "ram" else (read, "refresh"))

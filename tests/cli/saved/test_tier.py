@@ -464,7 +464,7 @@ _TALKER = """
 import sys; sys.path[:0] = sys.argv[1:]
 import test_tier
 from small_chat import say
-keeper, session = test_tier.start(undo_turns=4)
+keeper, session = test_tier.start()
 session.attach(test_tier.MILL, "mill.txt")
 say(session, "Who?")
 keeper.save(session, "one")
@@ -505,7 +505,7 @@ def test_a_killed_chat_is_its_last_complete_turn(
         assert session.turns == list(saved.turns)
         before = list(session.fed)
         given.append(session.recall.tokens)
-        want = chat(reuse="auto", undo_turns=0)
+        want = chat(reuse="auto")
         want.restore(session.snapshot())
         want.recall = Recall(want.engine.kv, "ram")
         assert say(session, "Last?", 4) == say(want, "Last?", 4)

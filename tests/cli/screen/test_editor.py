@@ -8,6 +8,7 @@ import stat
 import sys
 import termios
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,6 @@ while True:
     with terminal.answering():
         print("writing", flush=True)
         time.sleep(pause)
-    if text == "ask":
-        with terminal.asking():
-            print("reply", ascii(read()), flush=True)
     print("ready", flush=True)
 """
 PROMPT = {"xterm": "\x1b[?25h", "dumb": "> "}
@@ -160,22 +158,6 @@ def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, k
         assert kind == "dumb" or message in shown  # the message stands above its answer
         assert terminal.until("\r\n").strip() == repr(message)
     terminal.until(READY)
-
-
-@pytest.mark.parametrize("kind", ["xterm", "dumb"])
-def test_what_was_typed_ahead_does_not_answer_a_question_of_ours(start: Start, kind: str) -> None:
-    terminal = start(term=kind, pause=0.5)
-    terminal.type("first\rask\r")
-    terminal.until("writing")
-    terminal.until("writing")  # of the second
-    terminal.type("later\rlast\r")
-    terminal.ready()
-    terminal.type("y\r")
-    terminal.until("reply ")
-    assert terminal.until("\r\n").strip() == "'y'"
-    terminal.until(READY)
-    if kind == "xterm":  # a plain terminal drops it
-        assert (got(terminal), got(terminal)) == ("later", "last")
 
 
 def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None:
@@ -368,6 +350,14 @@ def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
         assert {*shown} <= {*items[-1], policy}
     assert items[50 - 20][0] == policy
     assert len(items[-1]) > len(items[0]) == 1
+
+
+def test_the_toolbar_counts_a_chat_that_was_opened_without_its_cache() -> None:
+    """As by `--resume NAME --budget N`."""
+    session, opened = chat(), chat()
+    list(session.ask("Who?", 4))
+    opened.restore(replace(session.snapshot(), held=None))
+    assert render.toolbar(opened, 20) == f"{len(session.log.ids):,} of 2,048 tokens"
 
 
 def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
