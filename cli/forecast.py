@@ -153,11 +153,11 @@ class Planner:
         ops = likely(settings.kernels, shape, self.dtype, gpu=self.gpu)
         self.machine = Machine(shape, self.dtype, cached, self.work, beside, self.gpu, ops)
 
-    def work(self, tokens: int, *, foresees: bool = False) -> int:
+    def work(self, tokens: int) -> int:
         """Bytes that the network needs to read `tokens` tokens."""
         from minikv.loader import workspace
 
-        how = {"cuda": self.gpu, "packed": self.packed, "foresees": foresees}
+        how = {"cuda": self.gpu, "packed": self.packed}
         return workspace(self.config, tokens, self.dtype.itemsize, **how)
 
     def row(self, name: str, stride: int, tokens: int, answer: int) -> Row:
@@ -183,15 +183,12 @@ class Planner:
                 text = f"{amount(tokens, 'token')} do not fit in {positions:,} positions"
             return Row(name, choice.decode, stride, error=worded(text), suffices=suffices)
         rules = setup.rules
-        foresees = rules.evidence.predicted and plan.evicts_any
-        if foresees:
-            self.notes.append(f"{name} reads the prompt twice, which takes about twice the time")
         cost, tier = PassCost.of(plan, setup, plan.repeats), self.settings.tier
         short = tier == "auto" and bool(too_much(cost.ram, None if self.gpu else self.left))
         in_file = cost.tokens > 0 and (tier == "file" or short)
         found = peak(plan, setup, in_file=in_file)
         cache = max(found.reading, found.writing) + machine.tier(rules, tokens)
-        needs = max(self.weights + self.work(tokens, foresees=foresees) + cache, self.loading)
+        needs = max(self.weights + self.work(tokens) + cache, self.loading)
         return Row(
             name,
             choice.decode,

@@ -65,7 +65,7 @@ def show(
         card = _card(registry.method(name))
     elif name in (*registry.SCORERS, *part_names()):
         card = _part(registry.part(name))
-    elif len(parse(name)) > 1:
+    elif len(parse(name)) > 1 or name in registry.GONE:
         card = _card(find(name))
     else:
         near = guess(name, [*registry.method_names(), *registry.SCORERS, *part_names()])

@@ -82,12 +82,6 @@ def unicode(what: str, value: object) -> None:
         raise UsageError(f"{what} is not valid Unicode: {why}") from None
 
 
-def truth(name: str, value: object) -> None:
-    """Raise UsageError if `value` is not True or False."""
-    if not isinstance(value, bool):
-        raise UsageError(f"`{name}` must be True or False, got {quoted(value)}")
-
-
 def function(name: str, value: object) -> None:
     """Raise UsageError if `value` is neither None nor callable."""
     if value is not None and not callable(value):

@@ -251,16 +251,12 @@ def workspace(
     *,
     cuda: bool,
     packed: bool = False,
-    foresees: bool = False,
 ) -> int:
     """About how many bytes the network needs at once for reading, in addition to weights and cache:
     the residual stream and the tables of positions in full, and twice the widest intermediates of
     one chunk.
 
-    packed: the weights are packed; on a GPU a matrix is unpacked for each product of many rows.
-    foresees: the policy needs every token's probability. Then the hidden states count instead of
-    the residual stream, and a chunk of logits instead of the intermediates."""
-    from minikv.engine.engine import logits_nbytes
+    packed: the weights are packed; on a GPU a matrix is unpacked for each product of many rows."""
     from minikv.models.llama import chunk_rows
 
     asked = prompt_rows(cuda=cuda, head_dim=config.head_dim)
@@ -272,10 +268,9 @@ def workspace(
         # Attention to a block, and the float32 sums before and after merging it.
         chunk += rows * q * (2 * 4 + itemsize)
     stream = tokens * (config.hidden + 2 * config.head_dim) * itemsize
-    told = logits_nbytes(tokens, config.vocab) if foresees else 0
     largest = max(wide * high for high, wide, _ in config.matrices.values())
     unpacked = itemsize * largest if packed and cuda else 0
-    return unpacked + stream + max(chunk + 4 * config.vocab, told)
+    return unpacked + stream + chunk + 4 * config.vocab
 
 
 def output_of(network: Llama) -> Callable[[int], Tensor]:

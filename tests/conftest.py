@@ -94,5 +94,21 @@ def part(request: pytest.FixtureRequest) -> float:
 
 
 @pytest.fixture(autouse=True)
+def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An arena's new memory is full of NaN, so that a test sees any read of an unwritten row."""
+    import torch
+
+    from minikv.cache.arena import Arena
+
+    blank = Arena._blank
+
+    def poisoned(arena: Arena, dtype: torch.dtype, *size: int) -> torch.Tensor:
+        made = blank(arena, dtype, *size)
+        return made.fill_(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 2)
+
+    monkeypatch.setattr(Arena, "_blank", poisoned)
+
+
+@pytest.fixture(autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path_factory.mktemp("home")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +22,7 @@ from minikv.cli.eval.items import Item
 from minikv.engine.decode_loop import Network
 from minikv.errors import ContextError
 from minikv.models.tokenizer import Tokenizer
+from minikv.policies.base import ALL
 
 
 class Rereading:
@@ -39,25 +40,38 @@ class Rereading:
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:
         """See `Network`; `kv` is over this object's cache, or a text that scores."""
         reading = self.kv.reading
-        own_tier = isinstance(reading, Prefill) and reading.tier is not None
+        own_tier = type(reading) is Prefill and reading.tier is not None
         later = kv.position or self.kv.position
-        if not isinstance(reading, Prefill | SecondPass) or own_tier or later:
+        if not isinstance(reading, Prefill) or own_tier or later:
             return self.network.forward(ids, kv)
         self._renew(ids)
         if isinstance(reading, SecondPass):
-            needs = reading.prompt.scorer, *reading.plan.repeats
+            needs = reading.scorer, *reading.plan.repeats
             known = self._scored.setdefault(needs, reading)
             if known.scored:
                 reading.score_as(known)
             else:
                 self._scored[needs] = reading
-        given = reading.take(self._tier, self._chunk)
-        logits = self.network.forward(ids[given:], kv)
+        self._tier.open(len(ids))
+        reading.tier, reading.plan = self._tier, replace(reading.plan, given=self._given(reading))
+        logits = self.network.forward(ids[reading.plan.given :], kv)
         self._tier.commit(len(ids))
         return logits
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.network, name)  # anything else that a policy needs from the network
+
+    def _given(self, reading: Prefill) -> int:
+        """How many of the first tokens need not be fed. Feeding begins where one of the network's
+        chunks begins. So every number is the same as if all of the prompt were read, if the tier's
+        rows were read in the same chunks."""
+        rules, plan = reading.setup.rules, reading.plan
+        everything = rules.observe == ALL or rules.evidence.queries_from is not None
+        if everything or reading.learnt is not None:
+            return 0
+        # A single token would be read like a step, with differently rounded sums.
+        given = max(0, min(plan.tokens - max(2, plan.observed(rules)[1]), self._tier.length))
+        return given - given % self._chunk
 
     def _renew(self, ids: Tensor) -> None:
         """Discard the remains of an error. For other tokens, forget the stored prompt."""

@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
 """The fields of an identity that need not agree, because a loaded chat sets them."""
 
+_GONE = {"gate", "near"}
+"""Options of policies in earlier versions, which had no effect by default."""
 _UNITS = ("rows", "share", "bytes", "auto")
 
 
@@ -91,7 +93,7 @@ def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
         str(identity["policy"]),
         str(identity["decode"]),
         Budget(unit, Fraction(value)),
-        dict(identity["policy_options"]),
+        {n: value for n, value in identity["policy_options"].items() if n not in _GONE},
         dict(identity["decode_options"]),
         int(identity["stride"]),
     )

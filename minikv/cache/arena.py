@@ -68,20 +68,16 @@ class Arena:
         extra: Mapping[str, torch.dtype],
         *,
         kv: torch.dtype | None = None,
-        poison: bool = False,
         rows: Sequence[int] = (),
         filled: int | None = None,
     ) -> None:
         """dtype: the network's. kv: the dtype that k and v are stored in: `dtype` (the default) or
         int8. extra: dtypes of the policies' columns. rows: the size of each layer's region; none by
         default. filled: how many of all rows will be written soon; all by default. If that is less
-        than half, the memory is not in large pages, which unused rows would also occupy.
-
-        `poison` fills new memory with NaN, so that a test sees any read of an unwritten row.
-        """
+        than half, the memory is not in large pages, which unused rows would also occupy."""
         assert kv in (None, dtype, torch.int8)
-        self.heads, self.head_dim = heads, head_dim
-        self.device, self.poison, self.dtype = device, poison, dtype
+        self.layers, self.heads, self.head_dim = layers, heads, head_dim
+        self.device, self.dtype = device, dtype
         self.coded = kv == torch.int8
         self.region = [0, *accumulate(rows or [0] * layers)]
         self._sparse = filled is not None and 2 * filled < self.rows
@@ -103,11 +99,7 @@ class Arena:
         """A new column [R, *size], not yet written."""
         with torch.inference_mode(False):
             made = torch.empty if self._sparse else large
-            blank = made((self.rows, *size), dtype=dtype, device=self.device)
-        if self.poison:
-            real = blank.is_floating_point()
-            blank.fill_(float("nan") if real else torch.iinfo(dtype).max // 2)
-        return blank
+            return made((self.rows, *size), dtype=dtype, device=self.device)
 
     @property
     def scales(self) -> tuple[str, ...]:
@@ -153,11 +145,6 @@ class Arena:
         return [name for name in self.columns if name not in _CORE]
 
     @property
-    def layers(self) -> int:
-        """L."""
-        return len(self.start)
-
-    @property
     def rows(self) -> int:
         """R, the rows allocated."""
         return self.region[-1]
@@ -192,7 +179,6 @@ class Arena:
             self.device,
             extra,
             kv=torch.int8 if self.coded else None,
-            poison=self.poison,
             rows=rows,
             filled=filled,
         )
@@ -261,11 +247,6 @@ class Arena:
         self.start.copy_(first + capacity.cumsum(1) - capacity)
         self.length.zero_()
         self.free_slot.fill_(-1)
-
-    def segment(self, name: str, layer: int, head: int) -> Tensor:
-        """The rows in use of one head: a view [length, ...] of a column. Waits for the device."""
-        begin = int(self.start[layer, head])
-        return self.columns[name][begin : begin + int(self.length[layer, head])]
 
     def index(self, layer: int, most: int | None = None) -> tuple[Tensor, Tensor]:
         """The rows of a layer's heads: (index into the columns [H, N], live [H, N] bool).

@@ -18,8 +18,7 @@ class EarlierRows:
     """N rows of each head, padded.
 
     index int64 [H, N]: their indices in the arena.
-    live bool [H, N]: those that are held.
-    pos int64 [H, N]: their positions, -1 where not live.
+    pos int64 [H, N]: their positions, -1 for padding.
     key and value: [H, N, D]; if `listed`, the arena's whole columns [R, D], into which `index`
         points.
     rows: keys and values [R, D] and positions [R]; segments: start, length and free slot [H] of
@@ -28,7 +27,6 @@ class EarlierRows:
     """
 
     index: Tensor
-    live: Tensor
     pos: Tensor
     key: Tensor
     value: Tensor
@@ -49,7 +47,7 @@ class EarlierRows:
         most = int(length.max())
         tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
         column = arena.columns["pos"]
-        index, live, pos = held_rows(*tables, column, most)
+        index, _, pos = held_rows(*tables, column, most)
         full = bool((free_slot < 0).all())
         even = bool((length == most).all()) and full
         if arena.coded:
@@ -60,7 +58,7 @@ class EarlierRows:
                 gone = torch.where(gone < 0, -1, gone - tables[0] + first)
             rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
             tables = first, tables[1], gone
-            return EarlierRows(index, live, pos, key, value, False, rows, tables, even)
+            return EarlierRows(index, pos, key, value, False, rows, tables, even)
         rows = arena.columns["k"], arena.columns["v"], column
         key, value, _ = rows
         step = int(held.capacity[layer, 0])
@@ -70,8 +68,8 @@ class EarlierRows:
                 column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
                 for column in (key, value)
             )
-            return EarlierRows(index, live, pos, key, value, False, rows, tables, True)
-        return EarlierRows(index, live, pos, key, value, True, rows, tables, False)
+            return EarlierRows(index, pos, key, value, False, rows, tables, True)
+        return EarlierRows(index, pos, key, value, True, rows, tables, False)
 
     @property
     def part(self) -> kernels.Part:
@@ -82,7 +80,7 @@ class EarlierRows:
         """A column of the arena [R] as [H, N + new]: zero for padding and for `new` more rows."""
         heads, rows = self.index.shape
         carried = column.new_zeros((heads, rows + new))
-        carried[:, :rows] = column[self.index].masked_fill(~self.live, 0)
+        carried[:, :rows] = column[self.index].masked_fill(self.pos < 0, 0)
         return carried
 
     def keys(self) -> Tensor:

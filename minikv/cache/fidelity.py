@@ -23,7 +23,7 @@ from torch import Tensor
 
 from minikv import kernels
 from minikv.cache.arena import Arena
-from minikv.cache.stats import Shape
+from minikv.cache.stats import Fidelity, Shape
 from minikv.kernels.dispatch import Kernels
 
 
@@ -99,6 +99,16 @@ class LastToken:
             far = (hot.float().flatten() - full).norm()
             errors.append(far / full.norm().clamp(min=torch.finfo(torch.float32).tiny))
         return torch.stack(errors)
+
+
+def compared(full: Tensor, hot: Tensor, errors: Tensor) -> Fidelity:
+    """Both figures, from the logits [V] of the full cache and of the rows that stayed, and the
+    layers' errors float32 [L]. None if a number is not finite."""
+    kl, *each = torch.cat((divergence(full, hot)[None], errors.double())).tolist()
+    if not all(map(math.isfinite, (kl, *each))):
+        return Fidelity()
+    worst = max(range(len(each)), key=each.__getitem__)
+    return Fidelity(max(0.0, kl), sum(each) / len(each), each[worst], worst)
 
 
 def divergence(full: Tensor, hot: Tensor) -> Tensor:

@@ -26,13 +26,7 @@ from minikv.cache.prefill import Prefill
 from minikv.cache.rules import Rules, unlearnt
 from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import CacheSnapshot, SharedSnapshot, State
-from minikv.cache.stats import (
-    CacheStats,
-    Shape,
-    Stopwatch,
-    full_cache_bytes,
-    full_cache_rows,
-)
+from minikv.cache.stats import CacheStats, Shape, Stopwatch, full_cache_bytes, full_cache_rows
 from minikv.cache.tier import Tier
 from minikv.kernels.dispatch import Kernels, choose
 from minikv.policies.base import StepPolicy
@@ -70,14 +64,13 @@ class KVCache:
         output: Callable[[int], Tensor] | None = None,
         rotary: Rotation | None = None,
         kernels: str = "auto",
-        poison: bool = False,
     ) -> None:
         """dtype: the network's. kv: the dtype of stored keys and values: `dtype` (None), or int8
         with a float32 scale per row. output(layer): the network's output projection [H, G, D,
         hidden], for policies that use what attention makes of a value. rotary: how the network
         rotates, for policies that need queries before rotation. kernels: as `dispatch.choose` takes
-        it. `ops` is its result, and `notice` says why these are not the device's own kernels.
-        poison: see `Arena`."""
+        it. `ops` is its result, and `notice` says why these are not the device's own
+        kernels."""
         self.shape, self.dtype, self.device = shape, dtype, torch.device(device)
         self.kv = kv or dtype
         self.ops, self.notice = choose(self.device, kernels, shape.head_dim, dtype)
@@ -94,7 +87,6 @@ class KVCache:
         self.keeps_addresses = self.device.type == "cuda"
         self.progress: Callable[[int, int], None] | None = None
         self.output, self.rotary = output, rotary
-        self._poison = poison
         self.tier: Tier | None = None
         # Holds the rows of a prompt with a second pass until they are scored; None: host memory.
         self.scoring_tier: Tier | None = None
@@ -148,7 +140,7 @@ class KVCache:
         self.state = State(rows=rows)  # first: after an interrupt here, the cache is empty
         self._arena = self._spare
         self._before: Arena | None = None  # the arena of the steps before the last prompt
-        self.reading: Prefill | BlockPrefill | SecondPass | None = None
+        self.reading: Prefill | BlockPrefill | None = None
         self._exact: list[tuple[Tensor, Tensor]] = []  # see `Prefill.exact`; until the first step
         self._stepping = False
 
@@ -162,11 +154,6 @@ class KVCache:
     def pinned(self) -> int:
         """Positions below it are never evicted."""
         return self.state.pinned
-
-    @property
-    def budget_rows(self) -> int | None:
-        """The budget in rows per head; None where there is none or it is not known yet."""
-        return self.state.rows
 
     def use(self, ops: Kernels) -> None:
         """Compute with these kernels from now on. Between turns only."""
@@ -243,7 +230,7 @@ class KVCache:
         """The budget in rows per head for a prompt of `tokens` tokens at `position`. A share
         becomes a number of rows at the first prompt under it, and again at a prompt at position
         0."""
-        known, rules = self.budget_rows, self.rules
+        known, rules = self.state.rows, self.rules
         if rules.budget is None or (known is not None and (position or not rules.takes_share)):
             return known
         return rules.budget_rows(position + tokens, self.shape, self.kv)
@@ -276,7 +263,7 @@ class KVCache:
             target = arena.sharing(columns)
         else:
             target = arena.fresh(plan.needed, columns, filled=plan.kept)
-        reading: Prefill | BlockPrefill | SecondPass
+        reading: Prefill | BlockPrefill
         if self.rules.stride and plan.rows is not None:
             reading = BlockPrefill(setup, plan, arena, target)
         elif plan.repeats:
@@ -311,7 +298,7 @@ class KVCache:
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
         reading = self.reading
-        return reading.watch if isinstance(reading, Prefill) and reading.watches else None
+        return reading.watch if isinstance(reading, Prefill) else None
 
     @property
     def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:
@@ -615,7 +602,6 @@ class KVCache:
             self.device,
             policy_columns(rules.prompt, rules.step),
             kv=self.kv,
-            poison=self._poison,
         )
 
     # -- what the cache reports -------------------------------------------------------------
@@ -683,5 +669,5 @@ def _declare(arena: Arena, before: StepPolicy | None, rules: Rules) -> None:
     # Another policy's values mean nothing to this one.
     same = before is not None and step is not None and before.name == step.name
     reset = not same or (before is not None and before.columns != columns)
-    prompt_columns = {} if prompt is None else prompt.columns
+    prompt_columns = {} if prompt is None else prompt.scorer.columns
     arena.declare({**prompt_columns, **columns}, clear=columns if reset else ())

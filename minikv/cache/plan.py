@@ -16,10 +16,11 @@ from minikv.cache.arena import Arena, Layout
 from minikv.cache.global_pool import AT_ONCE
 from minikv.cache.rules import Rules, unlearnt
 from minikv.cache.stats import Shape
+from minikv.errors import ContextError
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import ALL
-from minikv.policies.moments import Rotation, unrotated
+from minikv.policies.moments import Rotation, before_rotation
 from minikv.policies.outputs import WEIGHTS
 from minikv.policies.parts import policy_columns
 from minikv.policies.repeats import Repeat, Wording
@@ -62,10 +63,8 @@ class Setup:
         assert rotary is not None, "the network's rotary frequencies are not known"
         for part in torch.split(q, max(1, self.ops.block // q[0].numel())):
             at = torch.arange(first, first + len(part), device=q.device)
-            angle = at[:, None].to(torch.float64) * rotary.layers[layer].inverse.to(torch.float64)
             each = part.view(len(part), self.shape.kv_heads, -1, q.shape[-1]).permute(1, 2, 0, 3)
-            scale = rotary.query_scale(at, len(at))
-            step.learn(learnt[layer], unrotated(each.float(), angle, scale))
+            step.learn(learnt[layer], before_rotation(each.float(), rotary, layer, at))
             first += len(part)
 
 
@@ -166,7 +165,6 @@ class Plan(Prompt):
     shares: all rows stay where they are, and the new ones fit after them.
     pool: rows that all layers and heads may keep together, if they share one budget.
     repeats: the texts of a second pass. Empty if there is none.
-    predicted: see `Prefill.predict`.
     """
 
     before: RowsBefore
@@ -178,7 +176,6 @@ class Plan(Prompt):
     shares: bool = False
     pool: int | None = None
     repeats: Sequence[Repeat] = ()
-    predicted: Tensor | None = None
 
     @property
     def kept(self) -> int:
@@ -187,11 +184,6 @@ class Plan(Prompt):
             return min(self.pool, sum(self.visible))
         most = self.visible if self.totals is None else map(min, self.visible, self.totals)
         return sum(most)
-
-    @property
-    def evicts_any(self) -> bool:
-        """Whether the prompt policy may evict rows of any layer."""
-        return any(map(self.evicts, range(len(self.visible))))
 
     def evicts(self, layer: int) -> bool:
         """Whether the prompt policy may evict rows of the layer."""
@@ -233,7 +225,8 @@ def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) 
         needed = [count + shape.kv_heads * spare for count in most]
     new = [tokens if window is None else min(tokens, window) for window in shape.windows]
     plan = Plan(
-        **{name: getattr(prompt, name) for name in Prompt.__slots__},
+        **{name: getattr(prompt, name) for name in Prompt.__slots__ if name != "asks"},
+        asks=prompt.asks and not texts,
         before=before,
         totals=totals,
         floor=floor,
@@ -243,7 +236,6 @@ def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) 
         pool=pool,
         repeats=texts,
     )
-    plan = replace(plan, asks=prompt.asks and not texts)
     # If the arena is more than twice as large as needed, a new target frees memory.
     shares = blocks is None and pool is None and prompt.position > 0
     shares = shares and 2 * sum(needed) > before.rows
@@ -251,16 +243,27 @@ def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) 
 
 
 def repeats(prompt: Prompt, setup: Setup) -> Sequence[Repeat]:
-    """The texts of a second pass over the prompt, see `Rules.repeats`."""
-    return setup.rules.repeats(
-        range(prompt.tokens),
-        prompt.position,
-        prompt.rows,
-        setup.words,
-        most=setup.shape.max_context,
-        pinned=prompt.pinned,
-        asks=prompt.asks,
-    )
+    """The texts of a second pass over the prompt, of which only the lengths are right.
+
+    Empty if the policy has no second pass. Also empty if the prompt (unless it `asks`, with all
+    tokens before it) takes at most half of the budget: rows that always fit need no score. Raises
+    ContextError if no position is left for the texts.
+    """
+    rules, tokens, most = setup.rules, prompt.tokens, setup.shape.max_context
+    if rules.prompt is None or prompt.rows is None or not rules.evidence.second_pass:
+        return ()
+    first = max(0, rules.first_rows(prompt.pinned) - prompt.position)
+    if 2 * (tokens if prompt.asks else prompt.end) <= prompt.rows or tokens <= first:
+        return ()
+    left = most - prompt.end
+    texts = rules.prompt.scorer.second_pass(range(tokens), first, setup.words, left)
+    if not texts:
+        raise ContextError(
+            f"{rules.prompt.name} has the model repeat what it has read, and {left:,} of "
+            f"{most:,} positions are left for that",
+            "take another policy, or shorten the text",
+        )
+    return texts
 
 
 def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
@@ -398,8 +401,6 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
     found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
     if evidence.queries_from is not None:
         found += 12 * shape.heads * shape.head_dim**2
-    if evidence.predicted and plan.evicts_any:
-        found += 4 * plan.tokens
     return found
 
 

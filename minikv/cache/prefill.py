@@ -8,7 +8,6 @@ prompt is never changed, so a prompt is undone by dropping its target.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -48,9 +47,6 @@ class Prefill:
         self._all = setup.rules.observe == ALL  # sums are taken chunk by chunk
         assert not plan.given or not self._all, "queries of tokens that are not read are not known"
         self._observed, last = plan.observed(setup.rules)
-        self.glancing = evidence.predicted and plan.evicts_any
-        """The tokens are first fed only for the network's probability of each. Then `predict` is
-        called, and they are fed again."""
         self._moments: Moments | None = None
         self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
@@ -70,7 +66,7 @@ class Prefill:
         self._tail_lse = torch.empty(sums, device=device)  # [H, G, t]
         self._positions = torch.arange(plan.position, plan.end, device=device)
         self._lengths = torch.ones(last, device=device) if evidence.lengths else None
-        self._coming: Tensor | None = None  # see `watch`; for the chunk that is staged next
+        self._coming: Tensor | None = None  # see `_watch`; for the chunk that is staged next
         self._old: EarlierRows | None = None
         # For each layer: the last token's query and its attention output, [H * G, D] each.
         self.exact: list[tuple[Tensor, Tensor]] = []
@@ -108,37 +104,12 @@ class Prefill:
         region = self.target.capacity.sum(1).cumsum(0).tolist()
         self.target.region = [0, *region[:-1], self.target.rows]
 
-    def take(self, tier: Tier, chunk: int) -> int:
-        """Before a first prompt is fed: open `tier` for it, which stores the prompt's rows and may
-        already have some. Returns how many of the first tokens need not be fed.
-
-        Feeding begins where one of the network's chunks of `chunk` tokens begins. So every number
-        is the same as if all of the prompt were read, if the tier's rows were read in the same
-        chunks.
-        """
-        tokens = self.plan.tokens
-        tier.open(tokens)
-        # A single token would be read like a step, with differently rounded sums.
-        everything = self._all or self._evidence.queries_from is not None
-        everything = everything or self.learnt is not None
-        given = 0 if everything else tokens - max(2, len(self._tail))
-        given = max(0, min(given, tier.length))
-        self.tier, self.plan = tier, replace(self.plan, given=given - given % chunk)
-        self._key, self._value = tier.stage(0, tokens)
-        return self.plan.given
-
-    def predict(self, predicted: Tensor) -> None:
-        """End the forward pass for probabilities. predicted: the probabilities of the prompt's
-        tokens, float32 [T]."""
-        self.glancing = False
-        self.plan = replace(self.plan, predicted=predicted)
-
     @property
-    def watches(self) -> bool:
-        """Whether the network should call `watch`."""
-        return self._lengths is not None and not self.glancing
+    def watch(self) -> Callable[[Tensor], None] | None:
+        """See `Attend`."""
+        return None if self._lengths is None else self._watch
 
-    def watch(self, states: Tensor) -> None:
+    def _watch(self, states: Tensor) -> None:
         """The layer's input [t, hidden], after its norm, of the chunk that is staged next. No more
         than its last rows can be observed."""
         last = states[max(0, len(states) - len(self._tail)) :]
@@ -160,7 +131,7 @@ class Prefill:
                 size = self.shape.head_dim
                 self._moments = Moments(heads, group, size, q.device, self._ops.block)
         lo, hi = self._done, self._done + len(q)
-        if self.learnt is not None and not self.glancing:
+        if self.learnt is not None:
             self.setup.learn(self.learnt, layer, q, self.plan.position + lo)
         # Rows that the tier has are not written again, so a prompt that fails changes nothing.
         new = lo if self.tier is None else min(hi, max(lo, self.tier.length))
@@ -181,12 +152,8 @@ class Prefill:
         return self._done == self.plan.tokens
 
     def done(self, layer: int) -> int:
-        """Progress over all layers, as a number of the prompt's tokens. A forward pass for
-        probabilities counts as half of the prompt."""
-        done = (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
-        if self.glancing:
-            return done // 2
-        return done if self.plan.predicted is None else (self.plan.read + done) // 2
+        """Progress over all layers, as a number of the prompt's tokens."""
+        return (layer * self.plan.read + self._done - self.plan.given) // self.shape.layers
 
     def _mix(self, layer: int, q: Tensor, lo: int, hi: int) -> Tensor:
         """Exact attention of the prompt's tokens lo to hi to the rows of earlier turns and to the
@@ -227,7 +194,7 @@ class Prefill:
     def _make_sums(self, make: Callable[..., Tensor]) -> None:
         """Allocate the sums of attention of all rows of the layer."""
         heads, group = self.shape.kv_heads, self.shape.heads // self.shape.kv_heads
-        rows = self.plan.tokens + (self._old.pos.shape[-1] if self._old is not None else 0)
+        rows = self.plan.tokens + (0 if self._old is None else self._old.pos.shape[1])
         both = make(heads * (group + 1) * rows, dtype=torch.float32, device=self._key.device)
         mass, squares = both[: heads * group * rows], both[heads * group * rows :]
         self._mass, self._squares = mass.view(heads, group, rows), squares.view(heads, rows)
@@ -241,10 +208,7 @@ class Prefill:
         assert rotary is not None, "the network's rotary frequencies are not known"
         first = counted if self.plan.end > counted else 0
         skipped = min(len(at), max(0, first - begin))
-        at = at[skipped:]
-        angle = at[:, None].to(torch.float64) * rotary.layers[layer].inverse.to(torch.float64)
-        scale = rotary.query_scale(at, len(at))
-        self._moments.add(query[:, :, skipped:], angle, scale)
+        self._moments.add(query[:, :, skipped:], rotary, layer, at[skipped:])
 
     def _sources(self, hi: int) -> list[kernels.Part]:
         """The keys of rows of earlier turns, if any, and of the prompt's rows below `hi`."""
@@ -267,23 +231,14 @@ class Prefill:
 
     def finish(self, layer: int) -> None:
         """The layer is complete: choose which rows stay and write them to the target."""
-        if self.glancing:
-            return
         if self.tier is not None:
             self.tier.store(layer, self._key, self._value)
         self._choose(layer)
 
-    def record(self, layer: int) -> dict[str, Tensor]:
-        """The layer is complete: store its rows in the tier, and choose none yet. Returns the step
-        policy's columns [H, N] after the prompt."""
-        assert self.tier is not None
-        self.tier.store(layer, self._key, self._value)
-        return self._noted(self._judged(layer))
-
     def choose(self, layer: int, peak: Tensor, noted: dict[str, Tensor]) -> None:
         """Choose which rows of a layer stay, and write them to the target. The tier has all of the
-        layer's rows. peak [H, T]: the scores of the prompt's rows. noted: what `record`
-        returned."""
+        layer's rows. peak [H, T]: the scores of the prompt's rows. noted: the step policy's
+        columns [H, N] after the prompt."""
         assert self.tier is not None
         self._key, self._value = self.tier.stage(layer, self.plan.tokens)
         self._old = self._earlier(layer)
@@ -298,7 +253,7 @@ class Prefill:
         pos, extra = view.pos, dict(view.carried)
         extra |= self._noted(view) if noted is None else noted
         if prompt is not None:
-            extra |= prompt.state(view)
+            extra |= prompt.scorer.state(view)
         if self._pool is not None:
             self._add(self._pool, view, extra)
             return
@@ -448,7 +403,6 @@ class Prefill:
             attention if each_query else None,
             largest,
             None if self._lengths is None else self._lengths[len(self._lengths) - observed :],
-            plan.predicted,
             self.setup.sentences,
             peak=self._peak,
             asks=plan.asks,

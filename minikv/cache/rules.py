@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 
 from minikv.cache.budget import Budget
 from minikv.cache.stats import Shape
-from minikv.errors import ContextError, UsageError
+from minikv.errors import UsageError
 from minikv.policies.base import ALL, Evidence, StepPolicy
-from minikv.policies.global_budget import GlobalBudget
-from minikv.policies.parts import PromptPolicy, policy_columns, smallest_budget
-from minikv.policies.repeats import Repeat, Wording
+from minikv.policies.parts import GlobalBudget, PromptPolicy, policy_columns, smallest_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,40 +122,6 @@ class Rules:
         """Positions below it never leave: those that are pinned, and the sinks."""
         return max(pinned, self.evidence.sinks)
 
-    def repeats(
-        self,
-        ids: Sequence[int],
-        position: int,
-        each: int | None,
-        words: Wording,
-        *,
-        most: int,
-        pinned: int,
-        asks: bool,
-    ) -> Sequence[Repeat]:
-        """The texts of the second pass over a prompt with these ids at this position. each: the
-        budget in rows per head. most: the context of the network, in tokens. asks: the prompt only
-        asks about earlier text.
-
-        Empty if the policy has no second pass. Also empty if the prompt (unless it `asks`, with all
-        tokens before it) takes at most half of the budget: rows that always fit need no score.
-        Raises ContextError if no position is left for the texts."""
-        prompt, tokens = self.prompt, len(ids)
-        if prompt is None or each is None or not prompt.evidence.second_pass:
-            return ()
-        first = max(0, self.first_rows(pinned) - position)
-        if 2 * (tokens if asks else position + tokens) <= each or tokens <= first:
-            return ()
-        left = most - position - tokens
-        repeats = prompt.scorer.second_pass(ids, first, words, left)
-        if not repeats:
-            raise ContextError(
-                f"{prompt.name} has the model repeat what it has read, and {left:,} of "
-                f"{most:,} positions are left for that",
-                "take another policy, or shorten the text",
-            )
-        return repeats
-
     @property
     def cannot_recall(self) -> str | None:
         """Why these policies cannot choose from a tier; None if they can."""
@@ -170,8 +133,6 @@ class Rules:
                 return f"{name} needs the queries of all tokens"
             if evidence.second_pass:
                 return f"{name} reads everything twice"
-            if evidence.predicted:
-                return f"{name} needs the probabilities of all tokens"
         if self.step is not None and self.step.learns:
             return f"{self.step.name} needs the queries of all tokens"
         return None

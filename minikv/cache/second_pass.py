@@ -28,13 +28,15 @@ from minikv.cache.tier_rows import RamRows, columns_of
 from minikv.policies.repeats import Repeat, RepeatView
 
 
-class SecondPass:
-    """Has the methods of `Prefill` for the prompt itself. Then `texts` are fed; finally `complete`
-    chooses.
+class SecondPass(Prefill):
+    """Reads the prompt itself; all of its rows go to a tier. Then `texts` are fed; finally
+    `complete` chooses.
 
-    tier: stores the prompt's rows. scores: float32 [H, T] by layer, of the prompt's rows. scoring:
-    whether the prompt was read and its rows are now being scored.
+    scores: float32 [H, T] by layer, of the prompt's rows. scoring: whether the prompt was read and
+    its rows are now being scored.
     """
+
+    tier: Tier
 
     def __init__(
         self, setup: Setup, plan: Plan, arena: Arena, target: Arena, tier: Tier | None = None
@@ -42,53 +44,30 @@ class SecondPass:
         """As in `Prefill`. Only the lengths of the further texts `plan.repeats` are used here.
         tier: open for this prompt and empty; by default one in host memory."""
         assert setup.rules.prompt is not None
-        self.setup, self.plan, self.arena, self.target = setup, plan, arena, target
-        self.shape, self.prompt = setup.shape, setup.rules.prompt
-        self.dtype, self.ops = setup.dtype, setup.ops
-        self.first = setup.rules.first_rows(plan.pinned)
-        shape, dtype = setup.shape, setup.dtype
+        shape, dtype, device = setup.shape, setup.dtype, arena.device
         if tier is None:
-            columns, device = columns_of(shape, dtype, coded=False), arena.device
+            columns = columns_of(shape, dtype, coded=False)
             rows = RamRows(shape.layers, shape.kv_heads, columns, plan.tokens, device)
             tier = Tier(shape, dtype, device, rows=rows, ahead=False)
             tier.open(plan.tokens)
-        self.tier = tier
+        # No row leaves while the prompt is read.
+        whole = replace(plan, totals=None, shares=False, pool=None)
+        exact = replace(setup, rules=replace(setup.rules, prompt=None))
+        super().__init__(exact, whole, arena, target, tier)
+        self._choice = setup, plan
+        self.scorer = setup.rules.prompt.scorer
+        self.first = setup.rules.first_rows(plan.pinned)
         self.scores = [
-            torch.zeros((shape.kv_heads, plan.tokens), device=arena.device)
-            for _ in range(shape.layers)
+            torch.zeros((shape.kv_heads, plan.tokens), device=device) for _ in range(shape.layers)
         ]
         self.scoring = False
         self.fed = 0  # tokens of the further texts that are done
-        self._noted: list[dict[str, Tensor]] = []
-        nothing = arena.fresh([0] * shape.layers, {})
-        whole = replace(plan, totals=None, shares=False, pool=None)
-        exact = replace(setup, rules=replace(setup.rules, prompt=None))
-        self._reading = Prefill(exact, whole, arena, nothing, self.tier)
-
-    # -- the prompt itself ----------------------------------------------------------------------
-
-    def take(self, tier: Tier, chunk: int) -> int:
-        """See `Prefill`."""
-        self.tier, given = tier, self._reading.take(tier, chunk)
-        self.plan = replace(self.plan, given=given)
-        return given
-
-    @property
-    def layer_complete(self) -> bool:
-        """See `Prefill`."""
-        return self._reading.layer_complete
-
-    def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `Prefill`."""
-        return self._reading.stage(layer, q, k, v)
+        self._columns: list[dict[str, Tensor]] = []  # the step policy's, by layer
 
     def finish(self, layer: int) -> None:
-        """The layer is complete: the tier stores its rows."""
-        self._noted.append(self._reading.record(layer))
-
-    def done(self, layer: int) -> int:
-        """Progress over all layers, as a number of the tokens of `work`."""
-        return self._reading.done(layer)
+        """The layer is complete: the tier stores its rows, and none is chosen yet."""
+        self.tier.store(layer, self._key, self._value)
+        self._columns.append(self._noted(self._judged(layer)))
 
     # -- the further texts ------------------------------------------------------------------------
 
@@ -100,25 +79,21 @@ class SecondPass:
         be stored. progress: as in `KVCache`."""
         if self.scored:
             return
-        first, left = max(0, self.first - self.plan.position), self.shape.max_context - self.end
-        for repeat in self.prompt.scorer.second_pass(ids, first, self.setup.words, left):
+        first, left = (
+            max(0, self.first - self.plan.position),
+            self.shape.max_context - self.plan.end,
+        )
+        for repeat in self.scorer.second_pass(ids, first, self.setup.words, left):
             self._reread()
             yield repeat, TextPass(self, repeat, progress)
 
     def _reread(self) -> None:
         """The prompt was read: from now on the tier provides all of its rows."""
         if not self.scoring:
-            # It holds the last layer that was read, which would be a third one in addition to the
-            # tier's two.
-            reading = self._reading
-            reading._key = reading._value = reading._key.new_empty((0, *reading._key.shape[1:]))
+            # These are the last layer that was read: a third one in addition to the tier's two.
+            self._key = self._value = self._key.new_empty((0, *self._key.shape[1:]))
             self.tier.reread(self.plan.tokens)
             self.scoring = True
-
-    @property
-    def end(self) -> int:
-        """The position after the prompt, at which every further text begins."""
-        return self.plan.end
 
     @property
     def work(self) -> int:
@@ -141,11 +116,13 @@ class SecondPass:
         device."""
         assert self.scored, "some texts have not scored the rows yet"
         self._reread()
-        plan = replace(self.plan, given=self.plan.tokens)
-        choice = Prefill(self.setup, plan, self.arena, self.target, self.tier)
+        setup, plan = self._choice
+        plan = replace(plan, given=plan.tokens)
+        choice = Prefill(setup, plan, self.arena, self.target, self.tier)
         for layer, scores in enumerate(self.scores):
-            choice.choose(layer, scores, self._noted[layer])
-        return replace(choice.complete(), learnt=self._reading.learnt)
+            choice.choose(layer, scores, self._columns[layer])
+        self.exact = []  # nothing was recalled
+        return replace(choice.complete(), learnt=self.learnt)
 
 
 class TextPass:
@@ -160,9 +137,9 @@ class TextPass:
     ) -> None:
         shape, size = twice.shape, len(repeat.ids)
         wide = (2, shape.kv_heads, size, shape.head_dim)
-        self.position = twice.end
+        self.position = twice.plan.end
         self._twice, self._repeat, self._progress = twice, repeat, progress
-        self._own = torch.empty(wide, dtype=twice.dtype, device=twice.arena.device)
+        self._own = torch.empty(wide, dtype=twice.setup.dtype, device=twice.arena.device)
         self._key = self._value = self._own[0]  # of the prompt, in the layer under way
         self._old: EarlierRows | None = None
         self._size = self._done = size
@@ -173,7 +150,7 @@ class TextPass:
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
-        return self._watch if self._twice.prompt.evidence.lengths else None
+        return self._watch if self._twice.scorer.evidence.lengths else None
 
     def _watch(self, states: Tensor) -> None:
         """Store the norms of the layer's input, for the next chunk."""
@@ -185,7 +162,7 @@ class TextPass:
         if self._done == self._size:
             self._done = 0
             self._key, self._value = twice.tier.stage(layer, twice.plan.tokens)
-            self._old = EarlierRows.of(twice.ops, twice.arena, twice.plan.before.held, layer)
+            self._old = EarlierRows.of(twice.setup.ops, twice.arena, twice.plan.before.held, layer)
         lo, hi = self._done, self._done + len(q)
         self._own[0, :, lo:hi], self._own[1, :, lo:hi] = k.transpose(0, 1), v.transpose(0, 1)
         self._done = hi
@@ -210,7 +187,7 @@ class TextPass:
         """Exact attention of the queries [H, G, t, D], over all rows up to `hi` of the text. Also
         the log-sum-exp [H, G, t] over only the rows that the scores compare: the first ones, the
         scored ones and the text's own; None if computing it would cost extra."""
-        ops, old, tokens = self._twice.ops, self._old, self._key.shape[1]
+        ops, old, tokens = self._twice.setup.ops, self._old, self._key.shape[1]
         begin, end = self._repeat.begin, self._repeat.end
         own = self._own[0, :, :hi], self._own[1, :, :hi]
         compared: list[tuple[Tensor, Tensor]] = []
@@ -264,7 +241,7 @@ class TextPass:
             None if known is None else lambda: known(layer),
             self._lengths,
             lse,
-            twice.ops,
+            twice.setup.ops,
         )
         scores = twice.scores[layer][:, begin:end]
-        torch.maximum(scores, twice.prompt.scorer.peak(view), out=scores)
+        torch.maximum(scores, twice.scorer.peak(view), out=scores)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import gt
 from time import perf_counter
 
 import torch
@@ -34,7 +33,6 @@ from minikv.policies.repeats import Wording
 
 _FIRST = "\n\nRepeat the previous context exactly."
 _LATER = "\n\nRepeat the part of the previous context exactly, starting with "
-_FEW = 256  # no message for fewer tokens that are read twice: a question alone is read instantly
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,21 +185,12 @@ class Reader:
 
     def _scoring(self, plan: PromptPlan) -> Iterator[str]:
         """If a second pass scores this prompt, prepare it: make the requests, and decide where keys
-        and values are stored until `Recall.scored`. Yields lines that tell the user the cost, and
-        likewise for a prompt that is first read for the probabilities of its tokens.
+        and values are stored until `Recall.scored`. Yields a line that tells the user the cost.
 
         Raises ContextError, UsageError if the budget is too small, and what `keep` raises.
         """
         kv, policy = self.tools.engine.kv, self.settings.eviction.policy
-        if plan.recalled:
-            return
-        if not self.settings.scores_twice:
-            tokens = foreseen(kv, plan)
-            if tokens >= _FEW:
-                yield (
-                    f"{policy} reads {tokens:,} tokens twice, first for their probabilities, which "
-                    "takes about twice the time"
-                )
+        if plan.recalled or not self.settings.scores_twice:
             return
         prepare(kv, self.tools.tokenizer, self.tools.template)
         costs, position = list[tuple[int, PassCost]](), plan.behind(kv.position)
@@ -264,27 +253,6 @@ def _loss(layers: Sequence[float | None], *, gaps: bool) -> Loss:
     if gaps or not lost:
         return Loss(None, None, None, UNKNOWN if gaps else None)
     return Loss(sum(share for share, _ in lost) / len(lost), *max(lost), "window")
-
-
-def foreseen(kv: KVCache, plan: PromptPlan) -> int:
-    """How many tokens of the prompts are first read for their probabilities, because the policy
-    needs these: the tokens of the prompts after which it must evict (see `Prefill.predict`). Raises
-    UsageError if the budget is too small."""
-    rules, shape = kv.rules, kv.shape
-    if rules.prompt is None or not rules.prompt.evidence.predicted:
-        return 0
-    position, pinned = plan.behind(kv.position), plan.pinned if plan.anew else kv.pinned
-    each, found = None if plan.anew else kv.budget_rows, 0
-    for part in plan.parts:
-        position += len(part)
-        # A share becomes a number of rows at the first prompt.
-        each = each or rules.budget_rows(position, shape, kv.kv)
-        totals = rules.layer_totals(each, position, shape, pinned)
-        held = [shape.kv_heads * min(position, window or position) for window in shape.windows]
-        if totals is None:  # all layers share one budget
-            held, totals = [sum(held)], [each * shape.kv_heads * shape.layers]
-        found += len(part) * any(map(gt, held, totals))
-    return found
 
 
 def keep(recall: Recall, policy: str, longest: int, most: PassCost) -> bool:

@@ -9,7 +9,8 @@ step is launched ahead under it. The cache holds exactly the tokens that the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import ref
 
@@ -41,12 +42,13 @@ class DecodeLoop:
     step.
 
     One launch is [end the last step, run a step, draw the next token]. The drawn token is the input
-    of the next launch. The draws are those of `sampling.pick`. failure: why steps could not be
-    captured; they then run uncaptured.
+    of the next launch. The draws are those of `sampling.pick`.
     """
 
-    def __init__(self, network: Network, kv: KVCache, capture: Capture) -> None:
+    def __init__(self, network: Network, kv: KVCache, capture: Capture, notices: list[str]) -> None:
+        """notices: gets a message if steps cannot be captured and run uncaptured."""
         self._network, self._kv, self._capture = network, kv, capture
+        self._notices = notices
         with torch.inference_mode(False):
             self._token = torch.zeros(1, dtype=torch.int64, device=kv.device)
             # The next token, and whether all logits are finite.
@@ -64,7 +66,7 @@ class DecodeLoop:
         # The last steps' `DecodeStep.compiled` and `DecodeStep.key`, with vocabulary and sampling.
         self._compiled: tuple[object, ...] = ()
         self._key: tuple[object, ...] = ()
-        self.failure, self._captures = "", True
+        self._captures = True
         # By `Eviction.due`: the number of uncaptured runs so far, and the captured step.
         self._warmed = {False: 0, True: 0}
         self._replays: dict[bool, Callable[[], None]] = {}
@@ -86,9 +88,9 @@ class DecodeLoop:
         NumericsError if a logit is NaN or infinite, and errors of the network and the device. After
         an error the cache is empty.
         """
-        kv, how, done = self._kv, (vocab, sampling, seed), False
+        kv, how = self._kv, (vocab, sampling, seed)
         kv.before_settling = self._finish
-        try:
+        with self._whole():
             decode = kv.begin_step(captured=True)
             wait, self._early = self._early, None
             if wait is None or (token, how) != (self._guess, self._how):
@@ -113,12 +115,19 @@ class DecodeLoop:
                 )
             self._guess = following
             kv.count_step()
+        return following
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """A context for changing the cache: after any error, drop it."""
+        done = False
+        try:
+            yield
             done = True
         finally:
             if not done:
                 self._early, self._unended, self._drawn = None, False, range(0)
-                kv.drop()
-        return following
+                self._kv.drop()
 
     @property
     def captured(self) -> bool:
@@ -128,17 +137,12 @@ class DecodeLoop:
     def _finish(self) -> None:
         """End the step of the last token that was fed. Called before the cache is read. If that
         fails, the cache is dropped."""
-        kv, decode, done = self._kv, self._kv.decode, False
-        try:
+        kv, decode = self._kv, self._kv.decode
+        with self._whole():
             if self._unended and self._at <= kv.position and decode.is_open:
                 decode.eviction.due = decode.eviction.is_due(kv.position)
                 decode.end()
             self._early, self._unended = None, False
-            done = True
-        finally:
-            if not done:
-                self._early, self._unended = None, False
-                kv.drop()
 
     def _prepare(self, decode: DecodeStep, vocab: int, sampling: Sampling, seed: int) -> None:
         """Prepare for the steps of an answer, and forget the captured step if it no longer fits."""
@@ -180,7 +184,8 @@ class DecodeLoop:
                 self._replays[due] = self._capture.record(body)
             except Exception as error:  # nothing ran
                 self._captures = False
-                self.failure = str(error).strip().partition("\n")[0] or type(error).__name__
+                why = str(error).strip().partition("\n")[0] or type(error).__name__
+                self._notices.append(f"steps are slower, as no CUDA graph captures them: {why}")
         if ends and due in self._replays:
             self._replays[due]()
         else:  # the first step of an answer ends no other one

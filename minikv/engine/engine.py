@@ -2,53 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, Protocol, cast
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from minikv.cache.attend import Attend
-from minikv.cache.fidelity import divergence
+from minikv.cache.fidelity import compared
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import Prefill
 from minikv.cache.second_pass import SecondPass
 from minikv.cache.stats import Fidelity
 from minikv.engine.capture import Capture, CudaGraphs
 from minikv.engine.decode_loop import DecodeLoop, Network
 from minikv.engine.sampling import Sampling, finite, pick
 from minikv.errors import ContextError, NumericsError
-
-
-class Predicting(Network, Protocol):
-    """A network that can also compute the logits of every token of a prompt."""
-
-    def hidden(self, ids: Tensor, kv: Attend) -> Tensor:
-        """ids int64 [T] -> the input of `logits`, [T, hidden]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[t, hidden] -> float32 [t, V]."""
-        ...
-
-
-_LOGITS = 1 << 20  # how many `_predicted` computes at once: 4 MiB
-# With a large vocabulary it computes up to this many rows or logits (32 MiB), whichever is less:
-# each chunk reads the whole lm_head.
-_ROWS, _MOST = 128, 1 << 23
-
-
-def logits_nbytes(tokens: int, vocab: int) -> int:
-    """Bytes that the probabilities of a prompt's tokens take in addition to the hidden states: the
-    logits of a chunk, and as many numbers again for their log-sum-exp."""
-    return 8 * vocab * min(tokens, _rows(vocab))
-
-
-def _rows(vocab: int) -> int:
-    """The rows of a chunk of logits."""
-    return max(1, _LOGITS // vocab, min(_ROWS, _MOST // vocab))
 
 
 class Engine:
@@ -67,7 +35,7 @@ class Engine:
         self.notices: list[str] = [kv.notice] if kv.notice else []
         if capture == "auto":
             capture = CudaGraphs(kv.device) if kv.device.type == "cuda" else None
-        self._loop = None if capture is None else DecodeLoop(network, kv, capture)
+        self._loop = None if capture is None else DecodeLoop(network, kv, capture, self.notices)
 
     @property
     def captured(self) -> bool:
@@ -96,22 +64,13 @@ class Engine:
         with self._whole(progress):
             space = min(room, max(1, left - len(ids)))
             kv.begin(len(ids), space, asks=asks, turn_tokens=turn_tokens)
-            logits = self._read(ids, progress)
+            logits = self.network.forward(self._tensor(ids), kv)
+            _check(logits, "reading the prompt")
+            if isinstance(kv.reading, SecondPass):
+                for repeat, text in kv.reading.texts(ids, progress):
+                    self.network.forward(self._tensor(repeat.ids), text)
+                    del text  # before the next one is made
             kv.end(len(ids))
-        return logits
-
-    def _read(self, ids: Sequence[int], progress: Callable[[int, int], None] | None) -> Tensor:
-        """Feed a prompt that was begun, with its passes for probabilities and scores. Returns the
-        logits of its last token. Keeps no reference to the reader, which holds an arena."""
-        reading = self.kv.reading
-        if isinstance(reading, Prefill) and reading.glancing:
-            reading.predict(self._predicted(ids))
-        logits = self.network.forward(self._tensor(ids), self.kv)
-        _check(logits, "reading the prompt")
-        texts = reading.texts(ids, progress) if isinstance(reading, SecondPass) else ()
-        for repeat, text in texts:
-            self.network.forward(self._tensor(repeat.ids), text)
-            del text  # before the next one is made
         return logits
 
     def recall(
@@ -142,12 +101,7 @@ class Engine:
             return Fidelity() if self.kv.evicted else Fidelity(0.0, 0.0, 0.0)
         last, errors = found
         hot = self.network.forward(self._tensor([token]), last)
-        lost = divergence(logits[:vocab], hot[:vocab])
-        kl, *each = torch.cat((lost[None], errors.double())).tolist()
-        if not all(map(math.isfinite, (kl, *each))):
-            return Fidelity()
-        worst = max(range(len(each)), key=each.__getitem__)
-        return Fidelity(max(0.0, kl), sum(each) / len(each), each[worst], worst)
+        return compared(logits[:vocab], hot[:vocab], errors)
 
     def _fitting(self, tokens: int, position: int) -> int:
         """How many positions are left from `position` on. Raises ContextError if `tokens` do not
@@ -178,23 +132,6 @@ class Engine:
             if not done:
                 kv.abandon()
                 kv.settle()
-
-    @torch.inference_mode()
-    def _predicted(self, ids: Sequence[int]) -> Tensor:
-        """float32 [T]: the probability that the network gives to each token of a prompt; 0 for the
-        first one, because no token of the prompt comes before it."""
-        network, fed = cast(Predicting, self.network), self._tensor(ids)
-        hidden, lo = network.hidden(fed, self.kv), 0
-        found, rows = torch.zeros(len(ids), device=fed.device), 1
-        while lo < len(ids) - 1:
-            hi = min(lo + rows, len(ids) - 1)
-            logits = network.logits(hidden[lo:hi])
-            right = logits.gather(1, fed[lo + 1 : hi + 1, None])[:, 0]
-            found[lo + 1 : hi + 1] = (right - logits.logsumexp(1)).exp()
-            lo, rows = hi, _rows(logits.shape[1])
-            del logits  # before the next ones are made
-        _check(found, "reading the prompt")
-        return found
 
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].
@@ -227,13 +164,7 @@ class Engine:
         """
         self._refuse_full()
         if self._loop is not None:
-            found = self._loop.feed(token, vocab, sampling, seed, ahead=ahead, recent=recent)
-            if self._loop.failure:
-                self.notices.append(
-                    f"steps are slower, as no CUDA graph captures them: {self._loop.failure}"
-                )
-                self._loop.failure = ""
-            return found
+            return self._loop.feed(token, vocab, sampling, seed, ahead=ahead, recent=recent)
         kv = self.kv
         with self._whole():
             logits = self.network.forward(self._tensor([token]), kv)

@@ -119,7 +119,7 @@ def _talk(kv: KVCache, network: Network) -> None:
     small.reset()
     engine = Engine(network, small, None)
     found = engine.prompt(_ids(tokens))
-    loop = DecodeLoop(network, small, Eager())
+    loop = DecodeLoop(network, small, Eager(), [])
     for token, sampling in enumerate((Sampling(), Sampling(), Sampling(1.0))):
         loop.feed(token, len(found), sampling, 0, ahead=False)
     small.settle()

@@ -120,7 +120,6 @@ ADAKV = Method(
     parts=(snapkv.SnapKV, AdaKV),
     good="a question, short answer",
     paper="2407.11550",
-    told="last-window attention",
     second="needs recall",
 )
 
@@ -130,7 +129,5 @@ ADA_PYRAMID = Method(
     parts=(snapkv.SnapKV, pyramidkv.PyramidKV, AdaKV),
     good="a question, short answer",
     paper="2407.11550",
-    told="last-window attention",
-    spread="layer and head",
     second="needs recall",
 )

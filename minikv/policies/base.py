@@ -57,8 +57,6 @@ class PromptView:
         after each query's attention is multiplied by `scale` [W].
     lengths float32 [W]: norms of the layer's input (after its norm) at the observed queries; None
         unless `Evidence.lengths`.
-    predicted float32 [T]: the probability that the network gave to each token of the prompt, 0 for
-        the first one; None unless `Evidence.predicted`, or if no row must leave.
     sentences int64 [position]: how many sentences ended before each token of the conversation; None
         unless `Evidence.sentences`, or if the cache was not told.
     peak float32 [H, N]: the scores of `Scorer.peak` from a second pass over the prompt, 0 for rows
@@ -89,7 +87,6 @@ class PromptView:
     attention: Callable[[slice], Tensor] | None = None
     largest: Callable[[Tensor | None], Tensor] | None = None
     lengths: Tensor | None = None
-    predicted: Tensor | None = None
     sentences: Tensor | None = None
     peak: Tensor | None = None
     asks: bool = False
@@ -202,7 +199,7 @@ class Evidence:
         prompt's own.
     adds_up: scores are at least 0 and can be added and multiplied, as attention can; if False, only
         their order has a meaning.
-    each_query, lengths, predicted and sentences: it reads `attention` and the fields of these names
+    each_query, lengths and sentences: it reads `attention` and the fields of these names
         of `PromptView`; with a second pass `lengths` of `RepeatView`.
     whole_layers: how many first layers keep every row, in excess of the budget.
     copies, vectors, products and projects: the memory that it needs. copies: whether it reads `key`
@@ -221,7 +218,6 @@ class Evidence:
     adds_up: bool = True
     each_query: bool = False
     lengths: bool = False
-    predicted: bool = False
     sentences: bool = False
     whole_layers: int = 0
     copies: str = ""

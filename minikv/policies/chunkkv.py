@@ -76,6 +76,5 @@ METHOD = Method(
     parts=(ChunkKV,),
     good="a question, short answer",
     paper="2502.00299",
-    told="chunks' attention",
     second="needs recall",
 )

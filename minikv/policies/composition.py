@@ -58,6 +58,9 @@ def find(name: str, *, step: bool = False) -> Method:
             f"{blocks}{flag} takes: {', '.join(names)}",
         )
     words = parse(name)
+    for word in words:
+        if word in registry.GONE:
+            raise UsageError(f"{word} is gone: {registry.GONE[word]}")
     if len(words) > 1 and not step:
         method = combine(name, words)
         check(method)

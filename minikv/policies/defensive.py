@@ -147,6 +147,5 @@ METHOD = Method(
     parts=(Defensive,),
     good="a question, short answer",
     paper="2510.13334",
-    told="worst-case attention",
     second="needs recall",
 )

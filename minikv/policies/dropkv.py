@@ -104,6 +104,5 @@ METHOD = Method(
     parts=(DropKV,),
     good="a question, short answer",
     paper="MqfNzH3TVH",
-    told="change of the output",
     second="needs recall",
 )

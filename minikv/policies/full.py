@@ -9,8 +9,6 @@ FULL = Method(
     "keeps every token; the baseline",
     good="answers of any length",
     paper="baseline",
-    told="-",
-    spread="-",
     second="safe",
 )
 
@@ -19,7 +17,5 @@ NONE = Method(
     "all tokens of the answer stay until the next prompt (the setting of most papers)",
     good="answers of any length",
     paper="-",
-    told="-",
-    spread="-",
     second="-",
 )

@@ -122,7 +122,6 @@ METHOD = Method(
     rule=H2O,
     good="long answers",
     paper="2306.14048",
-    told="accumulated attention",
     state="1 sum per token",
     second="fades",
 )

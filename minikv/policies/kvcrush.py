@@ -175,7 +175,6 @@ METHOD = Method(
     parts=(snapkv.SnapKV, KVCrush),
     good="a question, short answer",
     paper="2503.00022",
-    told="window attention + bits",
     second="needs recall",
     preset={"sinks": 4},
 )

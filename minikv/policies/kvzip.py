@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 
 from minikv.kernels import Queries
-from minikv.policies import global_budget, options
+from minikv.policies import options
 from minikv.policies.base import SURE, Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
+from minikv.policies.parts import GlobalBudget
 from minikv.policies.repeats import Repeat, RepeatView, Wording
 
 _COLUMN = "worth"
@@ -133,7 +134,7 @@ KVZIP = Method(
     "kvzip",
     "tokens that the model needs to repeat what it has read, whatever is asked; reads twice, and "
     "holds the whole cache in RAM until then",
-    parts=(KVzip, global_budget.GlobalBudget),
+    parts=(KVzip, GlobalBudget),
     good="many questions, one cache",
     paper="2505.23416",
     state="1 score per token",
@@ -144,7 +145,7 @@ KVZIP = Method(
 KVZIP_PLUS = Method(
     "kvzip+",
     "KVzip's scores, times |v W_O| / |h|: what a token can write to the layer's output",
-    parts=(KVzip, global_budget.GlobalBudget),
+    parts=(KVzip, GlobalBudget),
     good="many questions, one cache",
     paper="2601.07891",
     state="1 score per token",

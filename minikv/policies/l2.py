@@ -78,7 +78,6 @@ METHOD = Method(
     rule=L2,
     good="comparisons",
     paper="2406.11430",
-    told="key norm",
     state="1 norm per token",
     second="safe",
 )

@@ -42,6 +42,13 @@ def unrotated(q: Tensor, angle: Tensor, scale: float | Tensor | None) -> Tensor:
     return torch.cat((one * cos + two * sin, two * cos - one * sin), -1)
 
 
+def before_rotation(q: Tensor, rotation: Rotation, layer: int, at: Tensor) -> Tensor:
+    """Queries [..., T, D] of a layer at the positions int64 [T], before they were rotated and
+    scaled."""
+    angle = at[:, None].to(torch.float64) * rotation.layers[layer].inverse.to(torch.float64)
+    return unrotated(q, angle, rotation.query_scale(at, len(at)))
+
+
 class Moments:
     """Running mean and covariance of a layer's queries before rotation."""
 
@@ -53,12 +60,11 @@ class Moments:
         self._sum = torch.zeros((heads, group, size), dtype=torch.float64, device=device)
         self._outer = torch.zeros((heads, group, size, size), dtype=torch.float64, device=device)
 
-    def add(self, q: Tensor, angle: Tensor, scale: float | Tensor | None = None) -> None:
-        """Add queries [H, G, T, D]. They were rotated by angle [T, D / 2], in radians, and
-        multiplied by `scale` (see `Rotation.query_scale`), which is undone here."""
+    def add(self, q: Tensor, rotation: Rotation, layer: int, at: Tensor) -> None:
+        """Add queries [H, G, T, D] of a layer, at the positions int64 [T]."""
         self.count += q.shape[2]
         for some in blocks(len(q), q[0].numel(), self._most):
-            back = unrotated(q[some].to(torch.float64), angle, scale)
+            back = before_rotation(q[some].to(torch.float64), rotation, layer, at)
             self._sum[some] += back.sum(2)
             self._outer[some] += back.transpose(2, 3) @ back
 

@@ -101,6 +101,5 @@ METHOD = Method(
     parts=(Proxies, Draw),
     good="comparisons",
     paper="2408.03675",
-    told="proxy attention + draw",
     second="needs recall",
 )

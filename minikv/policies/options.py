@@ -98,9 +98,8 @@ class Method:
 
     parts: classes of `minikv.policies.parts` and scorers. Each states which question it answers
     (`axis`), its `name`, a `summary`, and how it `differs` from paper and release; its fields are
-    its options. told: what a row is worth; empty: the scorer's summary. spread: how the budget is
-    divided; empty: as the parts do it. preset: other defaults for the parts' options. decode: the
-    meaning of --decode auto; empty: its own rule, or the default.
+    its options. told: what a row is worth, without parts. preset: other defaults for the parts'
+    options. decode: the meaning of --decode auto; empty: its own rule, or the default.
     """
 
     name: str
@@ -110,8 +109,7 @@ class Method:
     rule: type[StepPolicy] | None = None
     good: str  # what it is good for
     paper: str  # arXiv number or "baseline"
-    told: str = ""
-    spread: str = ""
+    told: str = "-"
     state: str = "-"  # what is stored per row beyond k, v, position
     second: str  # how a second question is answered
     preset: Mapping[str, Value] = field(default_factory=dict)
@@ -126,16 +124,16 @@ class Method:
     @property
     def scores(self) -> str:
         """What a row is worth."""
-        return self.told or self.parts[0].summary
+        return self.parts[0].summary if self.parts else self.told
 
     @property
     def shape(self) -> str:
         """How the budget is divided."""
         names = {part.axis: part.name for part in self.parts}
-        if self.spread or names.get("layers") == "global":
-            return self.spread or "one for all layers and heads"
-        if self.rule and not self.parts:
-            return "each head's own cap"
+        if names.get("layers") == "global":
+            return "one for all layers and heads"
+        if not self.parts:
+            return "each head's own cap" if self.rule else "-"
         spread = {"layers": "per layer", "heads": "per head"}
         return " and ".join(text for axis, text in spread.items() if axis in names) or "uniform"
 

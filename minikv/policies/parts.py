@@ -6,7 +6,6 @@ question.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -16,8 +15,8 @@ from torch import Tensor
 from minikv.errors import UsageError
 from minikv.policies import selection
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
-from minikv.policies.global_budget import GlobalBudget
 from minikv.policies.span import Span
+from minikv.policies.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,31 @@ class LayerAllocator:
         return [budget] * layers
 
 
+@dataclass(frozen=True, slots=True)
+class GlobalBudget:
+    """In place of layer and head budgets: the best rows of the whole cache stay, wherever they are
+    (KVzip, arXiv 2505.23416, section 3.3; LayerDefensiveKV, arXiv 2510.13334; QuerySpan).
+    `PromptPolicy.global_key` orders the rows.
+
+    Scores of different layers are compared directly, so they need a common unit, as attention has.
+    In addition, every head keeps the rows that the scorer protects, and a row that a decode step
+    may evict. Only the best rows so far are kept while layers are read (`GlobalPool`), so peak
+    memory is that of one layer.
+    """
+
+    axis = "layers"
+    name = "global"
+    summary = "one budget for all layers and heads"
+    differs = (
+        "scores are compared as they are, which suits attention; of key norms or a draw, layers "
+        "may not be comparable",
+        "every head keeps what its scorer protects and a token that an answer may overwrite; the "
+        "releases may leave a head without any",
+        "the releases hold every layer until all are scored; here the best tokens so far are held. "
+        "The choice is the same",
+    )
+
+
 class HeadAllocator:
     """How many of a layer's free rows each head keeps. This base class gives every head the same;
     what a head has no rows for goes to the others.
@@ -129,17 +153,6 @@ class Reweighter(ABC):
         """As `Selector.select`; it passes the new scores to `selector`."""
 
 
-class Preference(ABC):
-    """Which rows leave after all others, after a prompt and while an answer is written."""
-
-    axis = "prefer"
-    differs: ClassVar[tuple[str, ...]] = ()
-
-    @abstractmethod
-    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
-        """bool, of the shape of pos int64: which rows these are. turns: see `PromptView`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPolicy:
     """A method that evicts at the end of every prompt, made of one part for each question, in a
@@ -153,7 +166,7 @@ class PromptPolicy:
     heads: HeadAllocator = field(default_factory=HeadAllocator)
     select: Selector = field(default_factory=Selector)
     weigh: Reweighter | None = None
-    prefer: Preference | None = None
+    prefer: Turns | None = None
 
     def __post_init__(self) -> None:
         self.heads.check(self.scorer)
@@ -172,15 +185,6 @@ class PromptPolicy:
         if self.weigh is None:
             return found
         return replace(found, copies=found.copies or "v", projects=True)
-
-    @property
-    def columns(self) -> Mapping[str, torch.dtype]:
-        """See `Scorer.columns`; of all parts."""
-        return {**self.scorer.columns, **(self.carry.columns if self.carry else {})}
-
-    def state(self, view: PromptView) -> dict[str, Tensor]:
-        """See `Scorer.state`; of all parts."""
-        return self.scorer.state(view) | (self.carry.state(view) if self.carry else {})
 
     def scores(self, view: PromptView, free: Tensor) -> Tensor:
         """float32 [H, N]: what each row is worth. free bool [H, N]: the rows for which it
@@ -240,7 +244,7 @@ class PromptPolicy:
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:
     """The columns that a pair of policies stores, with their dtypes."""
-    prompt_columns = prompt.columns if prompt is not None else {}
+    prompt_columns = prompt.scorer.columns if prompt is not None else {}
     return {**prompt_columns, **(step.columns if step is not None else {})}
 
 

@@ -103,6 +103,5 @@ METHOD = Method(
     parts=(snapkv.SnapKV, PyramidKV),
     good="a question, short answer",
     paper="2406.02069",
-    told="last-window attention",
     second="needs recall",
 )

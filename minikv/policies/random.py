@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.counter_rng import row_uniform, uniform
+from minikv.policies.counter_rng import row_uniform
 from minikv.policies.options import Method
+from minikv.policies.steps import step_uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,7 @@ class Random(StepPolicy):
     evict_first: bool = True
 
     def score(self, view: StepView) -> Tensor:
-        each = torch.arange(len(view.pos), device=view.pos.device)[:, None]
-        layer, head = view.layer + each // view.heads, each % view.heads
-        return uniform(self.seed, layer, head, view.position, view.pos)
+        return step_uniform(self.seed, view)
 
 
 METHOD = Method(

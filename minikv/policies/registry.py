@@ -12,7 +12,7 @@ from minikv.policies.options import Method
 
 PROMPT = (
     "full global-span streaming snapkv pyramidkv adakv ada-pyramid nacl kvcrush h2o tova l2 "
-    "keydiff expected kvzip kvzip+ ada-expected defensive queryspan dropkv chunkkv random"
+    "keydiff expected kvzip kvzip+ ada-expected defensive dropkv chunkkv random"
 ).split()
 """The methods that --policy takes, in the order in which they are listed."""
 
@@ -22,7 +22,7 @@ STEP = (
 """The methods that --decode takes, besides "auto"."""
 
 SCORERS = (
-    "snapkv h2o tova proxies l2 keydiff expected defensive queryspan dropkv chunkkv kvzip random "
+    "snapkv h2o tova proxies l2 keydiff expected defensive global-span dropkv chunkkv kvzip random "
     "streaming"
 ).split()
 """The parts that say what a token is worth."""
@@ -39,11 +39,14 @@ FILES = {
     "draw": "nacl",
     "ada-expected": "expected",
     "kvzip+": "kvzip",
-    "global": "global_budget",
-    "global-span": "queryspan",
+    "global": "parts",
+    "global-span": "global_span",
     "uniform": "parts",
 }
 """The file of this package in which a name is declared, where the file has another name."""
+
+GONE = {"queryspan": '`policy="global-span"` keeps more whole answers, in one reading'}
+"""Methods of earlier versions, with what to use instead."""
 
 DEFAULT_PROMPT = "global-span"
 DEFAULT_STEP = "h2o"

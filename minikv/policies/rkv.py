@@ -11,8 +11,8 @@ does not count for the newest. The window's rows always stay.
 `softmax=past` and `group=max` are as in the release, `rkv/compression/r1_kv.py`. If no cosine to a
 row is above the threshold, all of them count.
 
-Keys are compared in blocks, so that no temporary has more than `BLOCK` numbers (or one head's keys,
-if these are more), however many rows a head holds.
+Keys are compared in blocks, so that no temporary has more than `AT_ONCE` numbers (or one head's
+keys, if these are more), however many rows a head holds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import options
+from minikv.policies import options, steps
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.options import Method, option
 from minikv.policies.selection import order_of, pool
-
-BLOCK = 1 << 20
-"""The most cosines in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,20 +135,15 @@ def redundancy(view: StepView, threshold: float) -> Tensor:
     0 where `view.pos` is -1.
     """
     assert view.keys is not None
-    live, wide = view.pos >= 0, view.pos.shape[1]
-    means = torch.zeros(view.pos.shape, device=view.pos.device)
-    heads = torch.arange(len(live), device=live.device)
-    if view.readable:  # only the heads that may have to evict
-        heads = live.any(1).nonzero()[:, 0]
-    size = view.keys(heads[:0]).shape[-1]
-    for part in torch.split(heads, max(1, BLOCK // (wide * max(wide, size)))):
-        exists = live[part]
-        unit = F.normalize(view.keys(part).float(), dim=-1)
-        unit = unit.masked_fill(~exists[..., None], 0.0)  # unused memory may hold NaN
-        total = sums(unit, view.pos[part].to(torch.int32), threshold)
-        mean = total / exists.sum(1, keepdim=True).clamp(min=1)
-        means[part] = mean.masked_fill(~exists, -torch.inf).softmax(1).masked_fill(~exists, 0.0)
-    return means
+
+    def means(some: Tensor, key: Tensor) -> Tensor:
+        pos = view.pos[some].to(torch.int32)
+        exists = pos >= 0
+        unit = F.normalize(key, dim=-1).masked_fill(~exists[..., None], 0.0)  # there may be NaN
+        mean = sums(unit, pos, threshold) / exists.sum(1, keepdim=True).clamp(min=1)
+        return mean.masked_fill(~exists, -torch.inf).softmax(1).masked_fill(~exists, 0.0)
+
+    return steps.by_heads(view, view.keys, means, wide=view.pos.shape[1])
 
 
 def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
@@ -162,7 +154,7 @@ def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
     """
     heads, wide = pos.shape
     total = torch.zeros((heads, wide), device=unit.device)
-    rows = max(1, BLOCK // max(1, heads * wide))
+    rows = max(1, steps.AT_ONCE // max(1, heads * wide))
     for lo in range(0, wide, rows):
         cosine = unit[:, lo : lo + rows] @ unit.transpose(1, 2)  # [f, rows, N]
         cosine.diagonal(lo, 1, 2).zero_()

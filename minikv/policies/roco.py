@@ -105,15 +105,8 @@ class RoCo(StepPolicy):
         # The `few` free rows whose attention varies least may leave.
         quota = self.quota(view.cap)[:, None].clamp(min=view.count)
         few = torch.minimum(quota, view.free.sum(1, keepdim=True)).clamp(min=1)
-        if not view.readable:
-            return mean.masked_fill(~_steady(variance, few), torch.inf)
-        # If values can be read, only the heads that need it are sorted.
-        mean = mean.masked_fill(~view.free, torch.inf)
-        unsure = _unsure(mean, variance, few)
-        if len(unsure):
-            steady = _steady(variance[unsure], few[unsure])
-            mean[unsure] = mean[unsure].masked_fill(~steady, torch.inf)
-        return mean
+        steady = variance <= variance.sort(1).values.gather(1, few - 1)
+        return mean.masked_fill(~steady, torch.inf)
 
     def quota(self, cap: Tensor) -> Tensor:
         """How many rows of a head may leave: those whose attention varies least. int64, of the
@@ -135,25 +128,6 @@ class RoCo(StepPolicy):
         "what is left of the scope is at least one token, and a variance is at least 0; in the "
         "release rounding can make it NaN, which protects a token",
     )
-
-
-def _steady(variance: Tensor, keep: Tensor) -> Tensor:
-    """bool [F, N]: the `keep` [F, 1] rows of each head whose attention varies least, with all that
-    are equal to the last of them."""
-    return variance <= variance.sort(1).values.gather(1, keep - 1)
-
-
-def _unsure(mean: Tensor, variance: Tensor, keep: Tensor) -> Tensor:
-    """int64 [U]: the heads whose row of the lowest mean is not among the `keep` that vary least, or
-    shares its mean with another row.
-
-    In the other heads, which are nearly all, that row is the victim, so variances need not be
-    sorted.
-    """
-    lowest, found = mean.min(1, keepdim=True)
-    steadier = (variance < variance.gather(1, found)).sum(1, keepdim=True)
-    tied = (mean == lowest).sum(1, keepdim=True) != 1
-    return ((steadier >= keep) | tied).nonzero()[:, 0]
 
 
 METHOD = Method(

@@ -58,6 +58,5 @@ METHOD = Method(
     parts=(SnapKV,),
     good="a question, short answer",
     paper="2404.14469",
-    told="last-window attention",
     second="needs recall",
 )

@@ -4,34 +4,24 @@ A question attends to the place where an answer begins, and the answer is copied
 token. So each row of the text gets the worth of a row before it, if that is more than its own. It
 is reduced by `decay` at every position between them, and by `across` at every end of a sentence.
 This goes with any scorer and any budgets, as in `adakv+span`.
-
-With a `gate` a row gets less the better the network foresaw its token. The release reads a prompt
-once, holds every layer until the end and then evicts. Here a prompt is then read twice: first only
-for the probability of each token, then to choose. So peak memory is that of one layer, and the
-choice is the same. What was probable is kept in a column, for later prompts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.policies.base import SURE, Evidence, PromptView
 from minikv.policies.options import option
 from minikv.policies.selection import ranked
 
-_COLUMN = "foreseen"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """The row's own worth, or the worth passed on to it times (1 - p)^gate, whichever is larger.
-    near: p is the smallest probability among so many neighbouring tokens."""
+    """The row's own worth, or the worth passed on to it, whichever is larger."""
 
     axis = "carry"
     name = "span"
@@ -43,53 +33,17 @@ class Span:
     across: float = option(
         1.0, "share that is passed on to the next sentence, times `decay`", (0.01, 1.0)
     )
-    gate: float = option(
-        0.0,
-        "exponent of a token's surprise 1 - p; above 0 a prompt is read twice, first for the "
-        "probabilities of its tokens",
-        (0.0, 10.0),
-    )
-    near: int = option(
-        3, "a token's surprise is the largest among this many neighbours (odd)", (1, 63), odd=True
-    )
     first: int = option(4, "first tokens that pass nothing on: attention sinks", (0, 4096))
 
     def evidence(self, given: Evidence) -> Evidence:
         """What the scorer reads, and this part."""
-        return replace(
-            given, predicted=given.predicted or self.gate > 0, sentences=self.across < 1.0
-        )
-
-    @property
-    def columns(self) -> Mapping[str, torch.dtype]:
-        """See `Scorer.columns`."""
-        return {_COLUMN: torch.float32} if self.gate else {}
-
-    def state(self, view: PromptView) -> dict[str, Tensor]:
-        """The column float32 [H, N] after the prompt: the smallest probability of the `near` tokens
-        around each row's token in its prompt; 0 where probabilities are not known."""
-        if not self.gate:
-            return {}
-        return {_COLUMN: view.once((self, _COLUMN), lambda: self._foreseen(view))}
-
-    def _foreseen(self, view: PromptView) -> Tensor:
-        known = view.carried[_COLUMN]
-        if view.predicted is None:
-            return known
-        if self not in view.shared:  # the same for every layer
-            least = -F.max_pool1d(-view.predicted[None], self.near, 1, self.near // 2)[0]
-            view.shared[self] = least
-        at = view.pos - (view.position - len(view.predicted))
-        return torch.where(at >= 0, view.shared[self][at.clamp(min=0)], known)
+        return replace(given, sentences=self.across < 1.0)
 
     def carried(self, view: PromptView, scores: Tensor, free: Tensor, *, adds_up: bool) -> Tensor:
         """The scores float32 [H, N] with what is passed on. adds_up: see `Evidence`; other scores
         are replaced by their ranks among the rows that are free bool [H, N]."""
         worth = scores if adds_up else ranked(scores, view.pos, free)
-        passed = self._passed(view, worth)
-        if self.gate:
-            passed = passed * (1.0 - self.state(view)[_COLUMN]).clamp(0.0, 1.0) ** self.gate
-        return torch.maximum(worth, passed)
+        return torch.maximum(worth, self._passed(view, worth))
 
     def noted(self, view: PromptView) -> PromptView:
         """The view for a step policy. Attention is passed on there, too, or the text that follows
@@ -120,12 +74,9 @@ class Span:
         return found
 
     differs = (
-        "a prompt that must evict is read twice, first for the probabilities of its tokens, if "
-        "there is a `gate`; the release reads once and holds every layer until the end. The choice "
-        "is the same",
-        "tokens of answers, and what another policy read, count as not foreseen",
+        "predictable tokens get as much as others; the release passes less on to them (its gate)",
         "`across` below 1 passes less on to the next sentence; the release knows no sentences",
-        "decay=0.9 and no gate; the release has 0.95 and 0.5, and so has queryspan here",
+        "decay=0.9; the release has 0.95",
         "a step policy begins with attention that is passed on as well; the release evicts nothing "
         "while an answer is written",
     )

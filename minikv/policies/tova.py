@@ -95,6 +95,5 @@ METHOD = Method(
     rule=Tova,
     good="long answers",
     paper="2401.06104",
-    told="newest query's attention",
     second="needs recall",
 )

@@ -23,8 +23,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.options import Method, option
-
-_AT_ONCE = 1 << 20  # numbers of keys that are read at once
+from minikv.policies.steps import by_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,23 +56,19 @@ class TriAttention(StepPolicy):
     def score(self, view: StepView) -> Tensor:
         assert view.keys is not None
         assert view.learnt is not None
-        heads = torch.arange(len(view.pos), device=view.pos.device)
-        if view.readable:  # only the heads that may have to evict
-            heads = (view.pos >= 0).any(1).nonzero()[:, 0]
-        size = view.keys(heads[:0]).shape[-1]
-        centre, rest = centres(view.learnt, size)  # [F, G, D], [F, G, D / 2]
         cos, sin = self._turn(view)  # [F, D / 2]
+        centre, rest = centres(view.learnt, 2 * cos.shape[1])  # [F, G, D], [F, G, D / 2]
         one, two = centre.chunk(2, -1)
         cos, sin = cos[:, None], sin[:, None]
         ahead = torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
-        found = torch.zeros(view.pos.shape, device=view.pos.device)
-        for part in torch.split(heads, max(1, _AT_ONCE // (found.shape[1] * size))):
-            key = view.keys(part).float()
-            worth = ahead[part] @ key.transpose(1, 2)  # [f, G, N]
+
+        def worths(some: Tensor, key: Tensor) -> Tensor:
+            worth = ahead[some] @ key.transpose(1, 2)  # [f, G, N]
             if self.norm:
-                worth += rest[part] @ pair_lengths(key).transpose(1, 2)
-            found[part] = standardised(worth, view.free[part, None]).amax(1)
-        return found.nan_to_num_(0.0, 0.0, 0.0)
+                worth += rest[some] @ pair_lengths(key).transpose(1, 2)
+            return standardised(worth, view.free[some, None]).amax(1)
+
+        return by_heads(view, view.keys, worths).nan_to_num_(0.0, 0.0, 0.0)
 
     def _turn(self, view: StepView) -> tuple[Tensor, Tensor]:
         """Cosine and sine float32 [F, D / 2] of each head's layer, their mean over the positions

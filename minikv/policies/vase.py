@@ -19,10 +19,9 @@ from torch import Tensor
 
 from minikv.policies import options, selection
 from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.counter_rng import gumbel, uniform
+from minikv.policies.counter_rng import gumbel
 from minikv.policies.options import Method, option
-
-_AT_ONCE = 1 << 20  # numbers of values that are read at once
+from minikv.policies.steps import by_heads, step_uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +70,7 @@ class VaSE(StepPolicy):
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         order = selection.order_of(view.pos)
         worth = selection.pool(view.column("fading"), order, past, self.kernel, "avg")
-        each = torch.arange(len(past), device=past.device)[:, None]
-        layer, head = view.layer + each // view.heads, each % view.heads
-        drawn = uniform(self.seed, layer, head, view.position, view.pos)
-        luck = worth.clamp(min=1e-30).log() + gumbel(drawn)
+        luck = worth.clamp(min=1e-30).log() + gumbel(step_uniform(self.seed, view))
         # Sinks count among the rows that stay because of their values, as in the release.
         wide = ranges(view).masked_fill(~past | (view.pos < self.sinks), -torch.inf)
         count = (view.cap.to(torch.float64) * self.large).to(torch.int64)[:, None] - self.sinks
@@ -103,14 +99,7 @@ def ranges(view: StepView) -> Tensor:
     """float32 [F, N]: the largest minus the smallest number of each row's value. May be anything
     where `view.pos` is -1."""
     assert view.values is not None
-    found = torch.zeros(view.pos.shape, device=view.pos.device)
-    heads = torch.arange(len(found), device=found.device)
-    if view.readable:  # only the heads that may have to evict
-        heads = (view.pos >= 0).any(1).nonzero()[:, 0]
-    size = view.values(heads[:0]).shape[-1]
-    for part in torch.split(heads, max(1, _AT_ONCE // (found.shape[1] * size))):
-        values = view.values(part).float()
-        found[part] = values.amax(-1) - values.amin(-1)
+    found = by_heads(view, view.values, lambda _, v: v.amax(-1) - v.amin(-1))
     return found.nan_to_num_(0.0, 0.0, 0.0)
 
 

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from layouts import HEADS, filled
+from layouts import HEADS, filled, segment
 
 
 def test_a_wider_copy_holds_the_same() -> None:
@@ -16,7 +16,7 @@ def test_a_wider_copy_holds_the_same() -> None:
     assert wide.capacity.tolist() == [[20, 23, 21], [37, 30, 32]]
     for layer, h in itertools.product(range(2), range(HEADS)):
         for name in old.columns:
-            assert torch.equal(wide.segment(name, layer, h), old.segment(name, layer, h))
+            assert torch.equal(segment(wide, name, layer, h), segment(old, name, layer, h))
     assert (wide.free_slot == -1).sum() == 5
     assert int(wide.free_slot[1, 1]) == int(wide.start[1, 1]) + 2
     assert wide.region == [0, 64, 163]

@@ -182,7 +182,6 @@ def easykv_case(
     kv = KVCache(
         Shape(1, heads, heads * group, size, (None,), 1 << 20),
         Rules(None, easykv(name, params), Budget.parse(cap), params["stride"]),
-        poison=True,
     )
     data["q"], data["k"] = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
     feed(kv, data["q"][:cap], data["k"][:cap])

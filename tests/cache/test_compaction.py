@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import HEADS, SIZE, filled, random
+from layouts import HEADS, SIZE, filled, random, segment
 from torch import Tensor
 
 from minikv.cache.compaction import Room, append_rows, gather_survivors
@@ -81,7 +81,7 @@ def test_how_segments_are_laid_out(room: Room, caps: list[int], sizes: list[int]
 def test_rows_are_written_behind_those_that_stay(kv: torch.dtype | None) -> None:
     """In memory that both arenas share; the old one holds what it held."""
     old = filled([60, 90], [[6] * HEADS] * 2, kv)
-    held = {n: [old.segment(n, 1, h).clone() for h in range(HEADS)] for n in old.columns}
+    held = {n: [segment(old, n, 1, h).clone() for h in range(HEADS)] for n in old.columns}
     target = old.sharing({"sum": torch.float32})
     assert target.columns["k"] is old.columns["k"]
     assert target.columns["sum"] is not old.columns["sum"]
@@ -92,13 +92,13 @@ def test_rows_are_written_behind_those_that_stay(kv: torch.dtype | None) -> None
     append_rows(Kernels(), target, 1, pos, torch.tensor([8, 9, 10]), staged, extra)
     for h in range(HEADS):
         for name, was in held.items():
-            assert torch.equal(old.segment(name, 1, h), was[h])
+            assert torch.equal(segment(old, name, 1, h), was[h])
             if name != "sum":
-                assert torch.equal(target.segment(name, 1, h)[:6], was[h])
+                assert torch.equal(segment(target, name, 1, h)[:6], was[h])
         for name in ("k", "v", *old.scales):
-            assert torch.equal(target.segment(name, 1, h)[6:], staged[name][h])
-        assert target.segment("pos", 1, h)[6:].tolist() == [*range(50, 55)]
-        assert torch.equal(target.segment("sum", 1, h), extra["sum"][h])
+            assert torch.equal(segment(target, name, 1, h)[6:], staged[name][h])
+        assert segment(target, "pos", 1, h)[6:].tolist() == [*range(50, 55)]
+        assert torch.equal(segment(target, "sum", 1, h), extra["sum"][h])
     assert old.length[1].tolist() == [6] * HEADS
     assert target.length.tolist() == [[6] * HEADS, [11] * HEADS]
     assert target.cap[1].tolist() == [8, 9, 10]

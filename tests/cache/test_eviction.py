@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from layouts import segment
 from small import ids
 from stepping import pair
 from tape import Tape
@@ -70,8 +71,8 @@ def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
     arena = run.here.kv.arena
     for layer in range(len(arena.start)):
         for head in range(arena.heads):
-            at = arena.segment("pos", layer, head)
-            seen = arena.segment("seen", layer, head)
+            at = segment(arena, "pos", layer, head)
+            seen = segment(arena, "seen", layer, head)
             # A row counts the steps since it came, so the columns moved with their rows.
             want = (run.here.kv.position - at).clamp(max=14).to(torch.float32)
             assert torch.equal(seen, want)

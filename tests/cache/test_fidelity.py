@@ -7,6 +7,7 @@ import math
 import pytest
 import small
 import torch
+from layouts import segment
 from test_no_host_sync import FAR, GROUP, HEADS, SIZE, far, without_waiting
 from test_prefill import contents
 from tiers import served, tiered
@@ -34,7 +35,7 @@ class Kept:
         self.rows = {}
         for layer in range(kv.shape.layers):
             for head in range(kv.shape.kv_heads):
-                at = kv.arena.segment("pos", layer, head).tolist()
+                at = segment(kv.arena, "pos", layer, head).tolist()
                 begin = int(kv.arena.start[layer, head])
                 index = torch.arange(begin, begin + len(at))
                 k, v = (kv.arena.read(kv.ops, name, index).clone() for name in "kv")
@@ -101,9 +102,9 @@ def slow(net: Llama, run: Engine, ids: list[int]) -> tuple[float, list[float]]:
         query, exact = tap.last[layer]
         mine = {}
         for head in range(net.config.kv_heads):
-            at = run.kv.arena.segment("pos", layer, head).tolist()
-            k = run.kv.arena.segment("k", layer, head)
-            v = run.kv.arena.segment("v", layer, head)
+            at = segment(run.kv.arena, "pos", layer, head).tolist()
+            k = segment(run.kv.arena, "k", layer, head)
+            v = segment(run.kv.arena, "v", layer, head)
             mine[head] = list(zip(at, k, v, strict=True))
         near = kept.mixed(layer, query, mine)
         errors.append(float((near - exact).norm() / exact.norm()))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import segment
 from small import ids, network, over
 from spy import Spy
 from torch import Tensor
@@ -16,8 +17,7 @@ from minikv.cache.budget import Budget
 from minikv.cache.rules import Rules
 from minikv.engine.engine import Engine
 from minikv.policies.base import PromptView
-from minikv.policies.global_budget import GlobalBudget
-from minikv.policies.parts import PromptPolicy
+from minikv.policies.parts import GlobalBudget, PromptPolicy
 
 Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, what is protected
 
@@ -100,10 +100,10 @@ def test_the_best_rows_of_all_layers_stay(
         assert int(arena.cap.sum()) == 270
         for layer in range(3):
             for h in range(3):
-                pos = arena.segment("pos", layer, h).tolist()
+                pos = segment(arena, "pos", layer, h).tolist()
                 assert pos == sorted(pos) == found[layer][h]
                 for column in arena.extra:
-                    assert bool(torch.isfinite(arena.segment(column, layer, h).float()).all())
+                    assert bool(torch.isfinite(segment(arena, column, layer, h).float()).all())
         measured = any(lost is not None for lost in cache.state.outcome.lost)
         assert measured == (sum(sizes) == 270 and name != "l2")
         for token in ids(6, seed=turn):

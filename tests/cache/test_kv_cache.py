@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import Allocations, Fault
+from layouts import segment
 from pairwise import beside
 from small import FAMILIES, PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
@@ -92,7 +93,7 @@ class MaskedDense:
         is overwritten by the next newcomer, before attention."""
         for layer, heads in enumerate(self.hidden):
             for head in range(len(heads)):
-                rows = kv.arena.segment("pos", layer, head).tolist()
+                rows = segment(kv.arena, "pos", layer, head).tolist()
                 heads[head] = set(range(kv.position)) - set(rows)
 
     def hide_all_but_kept(self, kv: KVCache) -> None:
@@ -153,7 +154,7 @@ def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
             calls += 1
 
         want = plain.prompt(tokens, progress=count)
-        twice = prompt.startswith(("kvzip", "queryspan"))  # they read everything twice
+        twice = prompt.startswith("kvzip")  # it reads everything twice
         assert calls == 3 * 3 * (1 + twice)  # layers x chunks
         for at in range(1 + turn + late, calls + 1, 4):
             seen = 0
@@ -338,9 +339,9 @@ def test_a_share_is_of_the_prompt_that_was_read() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         run.prompt(ids(900), progress=stop)
-    assert run.kv.budget_rows is None
+    assert run.kv.state.rows is None
     run.prompt(ids(400))
-    assert run.kv.budget_rows == run.kv.stats().kept_mean == 80
+    assert run.kv.state.rows == run.kv.stats().kept_mean == 80
     run.prompt(ids(400))
     assert run.kv.stats().kept_mean == 80
 

@@ -226,7 +226,6 @@ def read(
         needed=[400] * LAYERS,
         visible=[160] * LAYERS,
         pool=120 if setup.rules.shares_layers else None,
-        predicted=far(60),
     )
     one = Prefill(setup, plan, arena, arena.fresh(plan.needed, columns))
     with without_waiting():
@@ -334,9 +333,7 @@ def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.Monk
     for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
         mine.copy_(theirs)
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
-    kv = KVCache(
-        like.shape, like.rules, device="cuda", poison=True, output=like.output, rotary=net.rotation
-    )
+    kv = KVCache(like.shape, like.rules, device="cuda", output=like.output, rotary=net.rotation)
     made = Engine(net, kv, None)
     for method in ("stage", "finish"):
         monkeypatch.setattr(Prefill, method, strictly(getattr(Prefill, method)))

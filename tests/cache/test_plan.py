@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from layouts import HEADS, SIZE, filled
+from layouts import HEADS, SIZE, filled, segment
 from measured import CHUNK, measured
 from pairwise import some_by_day
 from torch import Tensor
@@ -88,7 +88,7 @@ def test_rows_before_are_those_that_the_first_token_after_the_prompt_sees() -> N
     arena = filled([60, 60], [[10, 20, 5], [10, 20, 5]], None)
     for layer in range(2):
         for head, count in enumerate((10, 20, 5)):
-            arena.segment("pos", layer, head).copy_(torch.arange(20, 20 + count))
+            segment(arena, "pos", layer, head).copy_(torch.arange(20, 20 + count))
     arena.free_slot[:, 1] = arena.start[:, 1] + 19  # position 39
     shape = Shape(2, HEADS, HEADS, SIZE, (None, 50), 1000)
     for tokens, seen in ((9, 34), (31, 8 + 17 + 3), (41, 7), (60, 0)):
@@ -162,7 +162,7 @@ CASES: list[Case] = [
     ("snapkv+critical", "none", 0, None, NOTHING),
     ("snapkv+global", "none", 0, None, NOTHING),
     ("kvzip", "none", 0, None, NOTHING),
-    ("queryspan", "none", 0, None, NOTHING),
+    ("global-span+uniform", "none", 0, None, NOTHING),
     ("defensive+global", "none", 0, None, NOTHING),
     ("adakv", "hashevict", 0, None, NOTHING),
     ("full", "scissorhands", 0, None, NOTHING),
@@ -177,7 +177,7 @@ CASES: list[Case] = [
     *(("global-span", "h2o", 0, kv, NOTHING, few) for kv in (None, torch.int8) for few in FEW),
     *(
         (name, "none", 0, torch.int8, NOTHING, few)
-        for name in ("adakv", "queryspan")
+        for name in ("adakv", "global-span+uniform")
         for few in FEW
     ),
 ]

@@ -11,13 +11,12 @@ import pytest
 import small
 import torch
 from faults import Allocations, Fault
-from layouts import HEADS, SIZE, filled, random
+from layouts import HEADS, SIZE, filled, random, segment
 from spy import Spy
 from torch import Tensor
 
 from minikv import policies
 from minikv.cache.arena import Arena, Layout
-from minikv.cache.attend import DenseAttend
 from minikv.cache.budget import Budget
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
@@ -33,7 +32,7 @@ def contents(arena: Arena) -> list[object]:
     """Every table, and every column of the rows in use."""
     heads = itertools.product(range(arena.layers), range(arena.heads))
     tables = [getattr(arena.layout(), n).tolist() for n in Layout.__slots__]
-    return [tables, [[arena.segment(n, *at).tolist() for n in arena.columns] for at in heads]]
+    return [tables, [[segment(arena, n, *at).tolist() for n in arena.columns] for at in heads]]
 
 
 @pytest.mark.parametrize(
@@ -98,9 +97,7 @@ def test_a_prompt_asks_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 class Asks(Scorer):
     """Reads everything that `PromptView` has on demand; keeps the last rows."""
 
-    evidence = Evidence(
-        observe=5, asks=True, window=2, each_query=True, lengths=True, predicted=True
-    )
+    evidence = Evidence(observe=5, asks=True, window=2, each_query=True, lengths=True)
 
     def __init__(self) -> None:
         self.seen: dict[int, PromptView] = {}
@@ -120,79 +117,13 @@ def asking(budget: int = 20, **given: Any) -> tuple[Engine, Asks, small.Llama]:
     return Engine(net, small.over(net, Rules(policy, None, Budget.parse(budget)))), scorer, net
 
 
-def told(net: small.Llama, tokens: list[int]) -> Tensor:
-    """The probability of each token but the first, by a cache without eviction."""
-    cache = DenseAttend(net.config.windows)
-    cache.begin(len(tokens))
-    with torch.inference_mode():
-        logits = net.logits(net.hidden(torch.tensor(tokens), cache))
-    return logits.softmax(-1)[:-1].gather(1, torch.tensor(tokens)[1:, None])[:, 0]
-
-
-@pytest.mark.parametrize("windows", [None, (30, None, None), (15, None, None)])
-def test_the_probability_of_every_token_is_told(windows: tuple[int | None, ...] | None) -> None:
-    """In any number of chunks of logits; 0 for the first token of a prompt. A later prompt is read
-    over the rows that are left."""
-    run, scorer, net = asking(windows=windows)
-    first, second = small.ids(50), small.ids(40, seed=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minikv.engine.engine._LOGITS", 7 * small.VOCAB)
-        patch.setattr("minikv.engine.engine._ROWS", 1)
-        run.prompt(first)
-    found = scorer.seen[1].predicted
-    assert found is not None
-    want = told(net, first)
-    torch.testing.assert_close(found, torch.cat((torch.zeros(1), want)))
-    assert float(want.max()) > 0.1
-    run.step(3)
-    run.prompt(second)
-    later = scorer.seen[2].predicted
-    assert later is not None
-    assert len(later) == 40
-    assert later[0] == 0.0
-    assert bool((later[1:] > 0).all())
-
-
-def test_nothing_is_read_twice_where_nothing_leaves() -> None:
-    run, scorer, net = asking(budget=60)
-    calls: list[int] = []
-    hidden = net.hidden
-
-    def count(tokens: Tensor, kv: Any) -> Tensor:
-        calls.append(len(tokens))
-        return hidden(tokens, kv)
-
-    net.hidden = count  # type: ignore[method-assign]
-    run.prompt(small.ids(50))
-    assert calls == []
-    run.prompt(small.ids(30))
-    assert calls == [30]
-    assert set(scorer.seen) == {0, 1, 2}
-
-
-def test_a_glance_that_fails_leaves_the_cache_as_it_was() -> None:
-    run, _, _ = asking()
-    run.prompt(small.ids(50))
-    before = [run.kv.kept(layer, h).tolist() for layer in range(3) for h in range(3)]
-
-    def stop(done: int, total: int) -> None:
-        if done > 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.prompt(small.ids(60, seed=1), progress=stop)
-    assert run.kv.position == 50
-    assert [run.kv.kept(layer, h).tolist() for layer in range(3) for h in range(3)] == before
-    assert bool(torch.isfinite(run.step(1)).all())
-
-
 def test_each_query_and_the_length_of_its_input_are_shown() -> None:
     """The queries' attention sums to the mass; the lengths are those of the normed input."""
     run, scorer, net = asking()
     for i, layer in enumerate(net.layers):
         layer.attention_norm.fill_(1.0 + i)
     states: dict[int, list[Tensor]] = {}
-    watch = Prefill.watch
+    watch = Prefill._watch
 
     def listen(reading: Prefill, state: Tensor) -> None:
         at = len(states) - (not reading.layer_complete)
@@ -200,7 +131,7 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
         watch(reading, state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Prefill, "watch", listen)
+        patch.setattr(Prefill, "_watch", listen)
         run.prompt(small.ids(50))
     assert {*scorer.seen} == {*states} == {0, 1, 2}
     for at, view in scorer.seen.items():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from minikv import policies
+from minikv.cache.plan import Prompt, Setup, repeats
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
@@ -78,20 +79,24 @@ def test_what_always_has_room_is_not_read_twice() -> None:
     """Half of the budget, with all before it; of a question, half of the budget by itself."""
     made = rules("kvzip", budget="200")
 
-    def texts(tokens: int, position: int, *, asks: bool, most: int = 1000) -> int:
-        found = made.repeats(range(tokens), position, 200, WORDS, most=most, pinned=0, asks=asks)
-        return len(found)
+    def texts(
+        tokens: int, position: int, *, asks: bool, most: int = 1000, which: Rules = made
+    ) -> int:
+        shape, kind = replace(SHAPE, max_context=most), torch.float32
+        setup = Setup(shape, which, kind, kind, words=WORDS)
+        rows = None if which.budget is None else 200
+        prompt = Prompt(position=position, tokens=tokens, rows=rows, asks=asks)
+        return len(repeats(prompt, setup))
 
     assert not texts(100, 0, asks=False)
     assert texts(101, 0, asks=False)
     assert texts(50, 51, asks=False)
     assert not texts(50, 51, asks=True)
     assert texts(101, 51, asks=True)
-    assert not rules("snapkv").repeats(range(500), 0, 100, WORDS, most=1000, pinned=0, asks=False)
+    assert not texts(500, 0, asks=False, which=rules("snapkv"))
     with pytest.raises(ContextError, match="5 of 106 positions are left"):
         texts(101, 0, asks=False, most=106)
-    whole = replace(made, prompt=None, budget=None)
-    assert not whole.repeats(range(500), 0, None, WORDS, most=1000, pinned=0, asks=False)
+    assert not texts(500, 0, asks=False, which=replace(made, prompt=None, budget=None))
 
 
 def test_why_a_tier_cannot_be_chosen_from() -> None:

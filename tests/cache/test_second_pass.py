@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import segment
 from pairwise import pairwise
 from small import ids, network, over
 from spy import Spy
@@ -195,7 +196,7 @@ def same(one: Engine, other: Engine) -> None:
     assert kept(one.kv) == kept(other.kv)
     for layer, head in itertools.product(range(a.layers), range(a.heads)):
         for name in a.columns:
-            mine, theirs = a.segment(name, layer, head), b.segment(name, layer, head)
+            mine, theirs = segment(a, name, layer, head), segment(b, name, layer, head)
             assert torch.equal(mine, theirs), (name, layer, head)
 
 
@@ -217,10 +218,10 @@ def test_columns_come_from_the_prompt_itself(step: str) -> None:
     names = ["k", "v", *(columns.columns if columns is not None else ())]
     for layer in range(3):
         for h in range(3):
-            at = run.kv.arena.segment("pos", layer, h).long()
+            at = segment(run.kv.arena, "pos", layer, h).long()
             for name in names:
-                mine = run.kv.arena.segment(name, layer, h)
-                assert torch.equal(mine, full.kv.arena.segment(name, layer, h)[at]), name
+                mine = segment(run.kv.arena, name, layer, h)
+                assert torch.equal(mine, segment(full.kv.arena, name, layer, h)[at]), name
 
 
 def test_nothing_is_repeated_where_nothing_is_short() -> None:
@@ -440,7 +441,7 @@ def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
     assert more(shared, 60, 10_000, asks=True) == 0
     # A share is counted once, by the first prompt under it.
     shared.prompt(ids(100))
-    assert shared.kv.budget_rows == 50
+    assert shared.kv.state.rows == 50
     assert more(shared, 27, 100, asks=True) > 0
     shared.prompt(ids(27), asks=True)
-    assert shared.kv.budget_rows == 50
+    assert shared.kv.state.rows == 50

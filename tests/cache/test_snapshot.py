@@ -92,7 +92,7 @@ def test_a_budget_in_blocks_or_as_a_share_or_pinned_goes_on_too() -> None:
         held = run.kv.snapshot()
         want = go_on(run, 3)
         other.kv.restore(held, rules)
-        assert other.kv.budget_rows == run.kv.budget_rows
+        assert other.kv.state.rows == run.kv.state.rows
         assert same(go_on(other, 3), want)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import segment
 from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
@@ -51,7 +52,7 @@ def test_measuring_changes_no_answer_and_no_row() -> None:
     for name, column in one.engine.kv.arena.columns.items():
         other = two.engine.kv.arena.columns[name]
         for at in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            mine, theirs = (each.engine.kv.arena.segment(name, *at) for each in (one, two))
+            mine, theirs = (segment(each.engine.kv.arena, name, *at) for each in (one, two))
             assert torch.equal(mine, theirs)
         assert column.dtype == other.dtype
     assert {report.fidelity for report in two.reports} == {None}

@@ -151,7 +151,7 @@ def test_a_turn_that_reads_nothing_decides_nothing() -> None:
     with pytest.raises(Interrupted):
         list(session.ask("Who?", 8, progress=stop))
     assert session.eviction == before
-    assert session.engine.kv.budget_rows is None
+    assert session.engine.kv.state.rows is None
 
 
 @pytest.mark.parametrize("tier", ["auto", "ram"])

@@ -184,64 +184,6 @@ def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"with {held} of RAM until then" in line
 
 
-@pytest.mark.parametrize("policy", ["queryspan", "queryspan+global", "queryspan+ada"])
-@pytest.mark.parametrize("reuse", ["once", "blind"])
-@pytest.mark.parametrize("budget", [60, "60%", 1000])
-def test_what_is_read_for_probabilities_is_told_before_it_is_paid(
-    policy: str, reuse: str, budget: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many tokens as are read so: those of all prompts after which something must leave. A
-    question alone is not worth a line, nor is a prompt that fits."""
-    session = chat(policy, budget, reuse=reuse)
-    seen, glances, told = fed(session, monkeypatch), [], []
-    network: Any = session.engine.network
-    shape, hidden = (2, -1, 8), network.hidden
-    session.engine.kv.output = lambda i: network.layers[i].out.dense().T.unflatten(0, shape)
-
-    def glanced(ids: Any, kv: Any) -> Any:
-        glances.append(len(ids))
-        return hidden(ids, kv)
-
-    monkeypatch.setattr(network, "hidden", glanced)
-
-    def notice(line: str) -> None:
-        if "twice" in line:
-            told.append((line, len(seen) + len(glances)))
-
-    session.attach(MILL)
-    list(session.ask("Who?", 4, notice=notice))
-    assert bool(glances) == (budget != 1000)
-    want = (
-        f"{policy} reads {sum(glances):,} tokens twice, first for their probabilities, which takes "
-        "about twice the time"
-    )
-    assert told == ([(want, 0)] if glances else [])
-    told.clear()
-    list(session.ask("Why?", 4, notice=notice))
-    assert told == []
-    session.attach(WELL * 2)
-    before, fed_before = sum(glances), len(seen) + len(glances)
-    list(session.ask("When?", 4, notice=notice))
-    if budget != 1000:
-        found = re.search(r"reads ([\d,]+) tokens twice", told[0][0])
-        assert found
-        assert (int(found[1].replace(",", "")), told[0][1]) == (sum(glances) - before, fed_before)
-
-
-def test_rows_that_a_window_has_left_are_not_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a long question behind a document is not read twice, and nothing is said."""
-    session = chat("queryspan", 300, window=80, reuse="blind")
-    network: Any = session.engine.network
-    hidden, glances, told = network.hidden, [], []
-    monkeypatch.setattr(
-        network, "hidden", lambda ids, kv: glances.append(len(ids)) or hidden(ids, kv)
-    )
-    session.attach(MILL)
-    list(session.ask("Who? " * 60, 4, notice=told.append))
-    assert glances == []
-    assert not [line for line in told if "twice" in line]
-
-
 @pytest.mark.parametrize("kind", ["none", "ram", "auto"])
 def test_no_memory_is_said_before_anything_is_read(
     kind: str, monkeypatch: pytest.MonkeyPatch

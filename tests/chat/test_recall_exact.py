@@ -25,7 +25,7 @@ from minikv.chat.session import ChatSession
 from minikv.models.llama import Llama
 
 # One evicts nothing; the others need the queries of all tokens, or read everything twice.
-UNSERVED = {"full", "h2o", "expected", "ada-expected", "queryspan", "kvzip", "kvzip+"}
+UNSERVED = {"full", "h2o", "expected", "ada-expected", "kvzip", "kvzip+"}
 TURNS = 20
 BOUND = 1e-5
 """Of the largest logit: what float32 may add up to in another order."""

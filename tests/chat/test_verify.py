@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from layouts import segment
 from small_chat import chat, held_of, reported, say, talked, verified
 from tiers import MILL, recalling
 
@@ -29,7 +30,7 @@ def state(session: ChatSession) -> tuple[Any, ...]:
     arena, tier = session.engine.kv.arena, session.recall.tier
     assert tier is not None
     columns = [
-        (name, i, h, arena.segment(name, i, h).tolist())
+        (name, i, h, segment(arena, name, i, h).tolist())
         for name in arena.columns
         for i in range(2)
         for h in range(2)

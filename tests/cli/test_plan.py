@@ -34,7 +34,6 @@ from minikv.cli.plan import plan
 from minikv.cli.screen.terminal import in_columns
 from minikv.cli.settings.config import Config, Interface
 from minikv.cli.settings.flags import Call, read_count
-from minikv.engine.engine import logits_nbytes
 from minikv.errors import UsageError
 from minikv.loader import shape_of
 from minikv.models import BUNDLED
@@ -64,7 +63,7 @@ CASES = [
     ("h2o+global", "none", 0),
     ("keydiff+global", "none", 0),
     ("dropkv", "none", 0),
-    ("queryspan+global", "roco", 0),
+    ("global-span", "roco", 0),
     ("full", "roco", 0),
     ("roco", "auto", 32),
     ("streaming", "auto", 32),
@@ -386,38 +385,6 @@ def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
     assert [row["suffices"] for row in rows] == [False, True]
     with pytest.raises(UsageError, match="too small"):
         run(None, "2000", policy="kvzip", budget="4")
-
-
-def test_the_logits_of_probabilities_are_counted(
-    bundled: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At most so many exist at once as the plan says; it tells them where the network itself does
-    not need as much at other times."""
-    network: Any = bundled.engine.network
-    config, logits, most = network.config, network.logits, []
-
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        made = logits(hidden)
-        most.append(made.nbytes)
-        return made
-
-    monkeypatch.setattr(network, "logits", counted)
-    choice = EvictionConfig.read("queryspan", budget="72")
-    tokens = asked(bundled, choice, MILL * 60, 2).tokens.prompt_new
-    assert len(most) > 3
-    assert 2 * max(most) == logits_nbytes(tokens, config.vocab)
-    assert max(most) <= 4 << 20
-    # With a vocabulary that is large for the network, logits are more than anything else.
-    large = altered(tmp_path, vocab_size=100_000)
-    monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
-    spaces = {}
-    for policy in ("snapkv", "queryspan"):
-        made = of(large, 2000, policy, budget="72")
-        (row,) = made.rows
-        spaces[policy] = row.needs - made.weights - max(row.reading, row.writing)
-    assert spaces["snapkv"] == made.workspace
-    least = 2000 * config.hidden * 4 + logits_nbytes(2000, 100_000)
-    assert spaces["queryspan"] > least > spaces["snapkv"]
 
 
 @pytest.mark.parametrize("budget", ["30%", "300KiB"])

@@ -417,7 +417,6 @@ def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -
         kv.shape,
         kv.rules,
         device="cuda",
-        poison=True,
         output=kv.output,
         rotary=net.rotation,
         kernels=kernels,

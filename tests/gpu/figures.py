@@ -181,7 +181,7 @@ class Bench:
         if not graph:
             one.engine._loop = None
         elif not self.gpu:
-            one.engine._loop = DecodeLoop(net, one.engine.kv, Eager())
+            one.engine._loop = DecodeLoop(net, one.engine.kv, Eager(), [])
         net.use(ops)
         networks.settle(self.device)
         before = self.memory()["allocated"]

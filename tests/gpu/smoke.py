@@ -277,7 +277,7 @@ def captured(device: str, policy: str, decode: str, weights: str, *, small: bool
         one = Cached(net, eviction)
         engine = one.engine
         if name == "uncaptured":
-            engine._loop = DecodeLoop(net, engine.kv, Eager())
+            engine._loop = DecodeLoop(net, engine.kv, Eager(), [])
         elif name == "host":
             engine._loop = None
         one.read(ids, 256)

@@ -77,6 +77,8 @@ def test_preset_names_are_rows_of_the_same_table() -> None:
         ("kvcrush()", "unknown policy"),
         ("h2o+", "'' is not a part"),
         ("+", "'' does not say"),
+        ("queryspan", 'queryspan is gone: `policy="global-span"`'),
+        ("adakv+queryspan", 'queryspan is gone: `policy="global-span"`'),
     ],
 )
 def test_what_cannot_be_composed_is_refused(name: str, says: str) -> None:

@@ -72,7 +72,7 @@ def one_layer(
     kernels: str = "auto",
 ) -> KVCache:
     shape = Shape(layers, heads, heads * group, size, (None,) * layers, 1 << 20)
-    return KVCache(shape, Rules(prompt, step, Budget.parse(budget)), kernels=kernels, poison=True)  # type: ignore[arg-type]
+    return KVCache(shape, Rules(prompt, step, Budget.parse(budget)), kernels=kernels)  # type: ignore[arg-type]
 
 
 def options(params: dict[str, Any]) -> dict[str, object]:
@@ -423,7 +423,6 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
         Rules(policies.prompt_policy(policy, given), None, Budget.parse(params["n_kept"])),
         output=lambda layer: data["w_o"].view(heads, group, size, -1),
         rotary=Rotation((rope,), size),
-        poison=True,
     )
     kv.begin(len(key))
     for lo in range(0, len(key), 64):

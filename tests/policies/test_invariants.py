@@ -6,6 +6,7 @@ What is not here is tested beside the code that it is about.
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ def cache(
 ) -> KVCache:
     layers, _, heads, size = made[1].shape
     form = Shape(layers, heads, made[0].shape[2], size, (None,) * layers, 1 << 20)
-    return KVCache(form, Rules(prompt, step, Budget.parse(budget), stride), poison=True)
+    return KVCache(form, Rules(prompt, step, Budget.parse(budget), stride))
 
 
 def read(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
@@ -212,14 +213,18 @@ def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:
     """Of queries that come in pieces, after their rotation is undone."""
     generator = torch.Generator().manual_seed(0)
     plain = torch.randn(2, 3, 50, 8, generator=generator, dtype=torch.float64) + 1.0
-    angle = torch.rand(50, 4, generator=generator, dtype=torch.float64) * 6
+    inverse, at = torch.rand(4, generator=generator, dtype=torch.float64), torch.arange(50)
+    rotation: Any = SimpleNamespace(
+        layers=[SimpleNamespace(inverse=inverse)], query_scale=lambda start, count: None
+    )
+    angle = at[:, None] * inverse
     one, two = plain.chunk(2, -1)
     turned = torch.cat(
         (one * angle.cos() - two * angle.sin(), two * angle.cos() + one * angle.sin()), -1
     )
     found = Moments(2, 3, 8, torch.device("cpu"))
     for lo, hi in ((0, 7), (7, 7), (7, 50)):
-        found.add(turned[:, :, lo:hi], angle[lo:hi])
+        found.add(turned[:, :, lo:hi], rotation, 0, at[lo:hi])
     mean, covariance = found.normal(torch.eye(8))
     torch.testing.assert_close(mean, plain.mean(2).float())
     want = [torch.cov(q.T, correction=0) for head in plain for q in head]
@@ -279,7 +284,7 @@ def test_future_queries_are_the_networks(family: str, monkeypatch: pytest.Monkey
         ("keydiff", {"block": 7}),
         ("expected", {}),
         ("snapkv+critical", {}),
-        ("queryspan", {}),
+        ("global-span+uniform", {}),
         ("dropkv", {}),
         ("defensive", {}),
     ],

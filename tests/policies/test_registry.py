@@ -100,11 +100,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "kvzip": KVZIP | {"plus": False},
     "kvzip+": KVZIP | {"plus": True},
     "defensive": {"window": 32, "kernel": 5, "values": "plain", "sure": 0.0, "sinks": 4},
-    "queryspan": ENDS
-    | {"window": 32, "decay": 0.95, "across": 1.0, "gate": 0.5, "near": 3, "first": 0},
-    "global-span": ENDS
-    | {"window": 32, "recent": 4, "decay": 0.995, "across": 0.6, "gate": 0.0}
-    | {"near": 3, "first": 0},
+    "global-span": ENDS | {"window": 32, "recent": 4, "decay": 0.995, "across": 0.6, "first": 0},
     "dropkv": SNAPKV | {"pooling": "avg", "epsilon": 1e-6},
     "chunkkv": SNAPKV | {"chunk": 10, "kernel": 1},
     "random": ENDS | {"seed": 0},

@@ -25,7 +25,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
-from minikv.policies import rkv
+from minikv.policies import rkv, steps
 from minikv.policies.base import StepView
 from minikv.policies.rkv import RKV, redundancy, sums
 
@@ -143,7 +143,7 @@ def test_the_rows_that_stay_are_those_of_plain_python(
     policy, budget, read, tokens = made(**{"window": 4, "buffer": 6, **options}), 16, 14, 60
     query, key = rows(1, tokens, len(windows), 3, 2)
     form = Shape(len(windows), 3, 6, 8, windows, 1 << 20)
-    cache = KVCache(form, Rules(None, policy, Budget.parse(budget)), kv=kv, poison=True)
+    cache = KVCache(form, Rules(None, policy, Budget.parse(budget)), kv=kv)
     stored = key if kv is None else kernels.from_codes(*kernels.to_codes(key), torch.float32)
     cache.begin(read)
     for layer in range(len(windows)):
@@ -288,7 +288,7 @@ def test_no_temporary_outgrows_the_block(
     keys = torch.randn(heads, wide, size, generator=g)
     seen = view(keys, torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)]), wide)
     want = redundancy(seen, 0.3)
-    monkeypatch.setattr(rkv, "BLOCK", block)
+    monkeypatch.setattr(steps, "AT_ONCE", block)
     assert heads * wide * max(wide, size) > block
     with Largest() as largest:
         got = redundancy(seen, 0.3)

@@ -106,23 +106,6 @@ def test_what_leaves_first_while_an_answer_is_written() -> None:
     assert leaves() == [16]
 
 
-def test_where_numbers_can_be_read_the_same_rows_leave() -> None:
-    """Rows of few values, so that means and deviations are often equal: with or without a look at
-    the numbers the victim is that of the whole rule."""
-    generator = torch.Generator().manual_seed(0)
-    roco = rule("roco", {"sinks": 1, "recent": 1, "scope": 0.5, **PAPER})
-    heads, rows = 400, 9
-    mean = torch.randint(3, (heads, rows), generator=generator) / 4
-    spread = torch.randint(3, (heads, rows), generator=generator) / 4
-    count = torch.full((heads, rows), 16.0)
-    columns = {"sum": mean * count, "squares": (spread**2 + mean**2) * count, "count": count}
-    pos = torch.stack([torch.randperm(rows, generator=generator) for _ in range(heads)])
-    cap = torch.randint(2, rows, (heads,), generator=generator)
-    seen = asked(roco, rows, pos, columns, cap=cap)
-    one, two = (victims(roco, replace(seen, readable=told)) for told in (False, True))
-    assert torch.equal(one, two)
-
-
 def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
     """Rows 0 and 2 have the lowest means, but row 2's attention varies most."""
     roco = rule("roco", {"sinks": 0, "recent": 1, "scope": 0.25, **PAPER})

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from layouts import segment
 from small import Dense, engine, ids, network, over, victims
 from torch import Tensor
 from views import asked
@@ -88,13 +89,13 @@ def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -
             p = chunk[:, i - (chunk.shape[-1] - chunk.shape[1])]
             below[:, : i + 1] += p[:, : i + 1] < 1.0 / (i + 1)
         for head in range(3):
-            order = arena.segment("pos", layer, head).long()
-            words = [arena.segment(n, layer, head) for n in arena.extra if n.startswith("below")]
+            order = segment(arena, "pos", layer, head).long()
+            words = [segment(arena, n, layer, head) for n in arena.extra if n.startswith("below")]
             found = torch.stack([ones(word.long()) for word in words]).sum(0)
             assert found.tolist() == below[head, order].long().tolist()
-            assert arena.segment("lows", layer, head).tolist() == found.tolist()
+            assert segment(arena, "lows", layer, head).tolist() == found.tolist()
             able = (tokens - order).clamp(max=last)
-            assert arena.segment("queries", layer, head).long().tolist() == able.tolist()
+            assert segment(arena, "queries", layer, head).long().tolist() == able.tolist()
 
 
 def test_scissorhands_counts_relative_to_a_rows_age() -> None:

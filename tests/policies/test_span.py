@@ -1,4 +1,4 @@
-"""Spans: what is carried on along the text, and how far a foreseen token lets it."""
+"""Spans: what a row of the text passes on to the rows after it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import math
 from dataclasses import replace
 
 import pytest
-import small
 import torch
-from views import build, kept, looked
+from views import build, looked
 
-from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.engine import Engine
 from minikv.policies import find, step_policy
 from minikv.policies.base import SURE, PromptView
 from minikv.policies.selection import ranked
@@ -50,28 +47,19 @@ def scores(name: str, seen: PromptView, **options: object) -> torch.Tensor:
     return policy.scores(seen, policy.scorer.free(seen))
 
 
-def test_queryspan_by_hand() -> None:
+def test_global_span_by_hand() -> None:
     """Two query heads whose values count 1 and 3 times; the queries' inputs have lengths 1 and 2.
 
-    Row 0: the most of .4 x 1 / 1 and .4 x 3 / 2 is .6. It is carried on with decay 1/2 times the
-    root of 1 - p: row 1 has the surprise .64 of its neighbour, so .3 x .8."""
+    Row 0: the most of .4 x 1 / 1 and .4 x 3 / 2 is .6. It is carried on with decay 1/2."""
     given = torch.zeros(1, 2, 2, 4)
     given[0, :, 0] = torch.tensor([[0.4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
     given[0, :, 1] = torch.tensor([[0.0, 0.0, 0.1, 0.0], [0.4, 0.0, 0.0, 0.0]])
     seen = replace(
         looked(given, output=torch.tensor([[[[1.0]], [[3.0]]]])),
         lengths=torch.tensor([1.0, 2.0]),
-        predicted=torch.tensor([1.0, 1.0, 0.36, 1.0]),
-        carried={"foreseen": torch.zeros(1, 4)},
     )
-    options: dict[str, object] = {"window": 2, "sinks": 0, "recent": 0, "decay": 0.5}
-    for more, want in (
-        ({}, [0.6, 0.24, 0.15 * 0.8, 0.06]),
-        ({"near": 1}, [0.6, 0.0, 0.15 * 0.8, 0.03]),
-        ({"gate": 0.0}, [0.6, 0.3, 0.15, 0.075]),
-    ):
-        found = scores("queryspan", seen, **options, **more)[0]
-        torch.testing.assert_close(found, torch.tensor(want), msg=str(more))
+    found = scores("global-span", seen, window=2, sinks=0, recent=0, decay=0.5)[0]
+    torch.testing.assert_close(found, torch.tensor([0.6, 0.3, 0.15, 0.075]))
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "chunkkv", "keydiff", "defensive"])
@@ -103,7 +91,7 @@ def test_less_is_passed_on_to_the_next_sentence() -> None:
     given = torch.tensor([[[[1.0, 0.0, 0.0, 0.0, 0.0]]]])
     pos, output = torch.tensor([[0, 1, 3, 4, 5]]), torch.ones(1, 1, 1, 1)
     seen = replace(looked(given, None, pos, output), sentences=torch.tensor([0, 0, 1, 1, 2, 2]))
-    found = scores("queryspan", seen, gate=0.0, decay=0.5, across=0.1)[0]
+    found = scores("global-span", seen, decay=0.5, across=0.1)[0]
     wanted = torch.tensor([1.0, 0.5, 0.125 * 0.1, 0.0625 * 0.01, 0.03125 * 0.01])
     torch.testing.assert_close(found, wanted)
 
@@ -114,7 +102,7 @@ def test_many_sentences_keep_their_precision() -> None:
     given, output = torch.tensor([[[[1.0, 0.0]]]]), torch.ones(1, 1, 1, 1)
     sentences = torch.arange(200_000)
     seen = replace(looked(given, None, pos, output), sentences=sentences)
-    found = scores("queryspan", seen, gate=0.0, decay=0.9, across=0.3)[0]
+    found = scores("global-span", seen, decay=0.9, across=0.3)[0]
     torch.testing.assert_close(found, torch.tensor([1.0, 0.27]))
 
 
@@ -126,57 +114,6 @@ def test_what_only_has_to_stay_is_not_carried_on() -> None:
     )
     found = scores("kvzip+span", seen, decay=0.5, first=0)[0]
     torch.testing.assert_close(found[[1, 3]], torch.tensor([0.3, 0.1]))
-
-
-def test_it_reads_once_unless_it_has_a_gate() -> None:
-    for name in ("adakv+span", "snapkv+span", "h2o+span", "kvzip+span", "queryspan"):
-        for gate in (0.0, 0.5):
-            policy = build(name, {"gate": gate})
-            assert policy.evidence.predicted == (gate > 0)
-            assert ("foreseen" in policy.columns) == (gate > 0)
-
-
-def test_a_token_whose_probability_is_not_known_was_not_foreseen() -> None:
-    given = torch.zeros(1, 1, 1, 3)
-    given[0, 0, 0, 0] = 1.0
-    seen = replace(
-        looked(given, output=torch.ones(1, 1, 1, 1)), carried={"foreseen": torch.zeros(1, 3)}
-    )
-    found = scores("queryspan", seen, decay=0.5)[0]
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.5, 0.25]))
-
-
-def test_what_was_probable_stays_with_its_row() -> None:
-    """Positions 7, 2, 9 and padding; the prompt has the tokens 6 to 9. Of a row from before, the
-    column says it; around 7 stand .5, .9 and .3."""
-    seen = replace(
-        looked(torch.zeros(1, 1, 1, 4), pos=torch.tensor([[7, 2, 9, -1]])),
-        predicted=torch.tensor([0.5, 0.9, 0.3, 0.8]),
-        carried={"foreseen": torch.tensor([[0.0, 0.7, 0.0, 0.0]])},
-    )
-    policy = build("queryspan", {"decay": 0.5})
-    torch.testing.assert_close(policy.state(seen)["foreseen"], torch.tensor([[0.3, 0.7, 0.3, 0.0]]))
-    unread = replace(seen, predicted=None)
-    assert policy.state(unread)["foreseen"] is seen.carried["foreseen"]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_copy_of_the_cache_has_what_was_probable(seed: int) -> None:
-    """So a later prompt chooses the same after an undo, and in a chat that was saved."""
-    chosen = []
-    for restored in (False, True):
-        net = small.network(rows=16)
-        options = {"window": 8, "decay": 0.99, "gate": 4.0}
-        rules = EvictionConfig.read("queryspan", "none", 64, options).rules()
-        run = Engine(net, small.over(net, rules))
-        run.prompt(small.ids(150, seed))
-        if restored:
-            held = run.kv.snapshot()
-            run.kv.reset()
-            run.kv.restore(held, rules)
-        run.prompt(small.ids(20, seed + 9))
-        chosen.append(kept(run.kv))
-    assert chosen[0] == chosen[1]
 
 
 def test_a_step_policy_begins_with_what_was_passed_on() -> None:

@@ -132,7 +132,6 @@ class FakeKv:
     position: int = 0
     configured: list[Rules] = field(default_factory=list)
     shaped: bool = False
-    budget_rows: int | None = 512
     fed: list[int] = field(default_factory=list)
     shape = SimpleNamespace(layers=1, kv_heads=1, windows=(None,))
     rules = Rules()

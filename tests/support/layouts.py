@@ -17,7 +17,7 @@ def random(seed: int) -> torch.Generator:
 
 def filled(rows: list[int], lengths: list[list[int]], kv: torch.dtype | None) -> Arena:
     """An arena whose every row in use says what it is."""
-    like = Arena(len(rows), HEADS, SIZE, torch.float32, torch.device("cpu"), {}, kv=kv, poison=True)
+    like = Arena(len(rows), HEADS, SIZE, torch.float32, torch.device("cpu"), {}, kv=kv)
     arena = like.fresh(rows, {"sum": torch.float32})
     arena.lay(torch.tensor([[r // HEADS] * HEADS for r in rows]))
     arena.length.copy_(torch.tensor(lengths))
@@ -25,6 +25,12 @@ def filled(rows: list[int], lengths: list[list[int]], kv: torch.dtype | None) ->
         made = torch.randint(-99, 99, column.shape, generator=random(len(column)))
         column.copy_(made)
     return arena
+
+
+def segment(arena: Arena, name: str, layer: int, head: int) -> Tensor:
+    """The rows in use of one head: a view [length, ...] of a column."""
+    begin = int(arena.start[layer, head])
+    return arena.columns[name][begin : begin + int(arena.length[layer, head])]
 
 
 class Silent(Kernels):

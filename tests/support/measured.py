@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.prefill import Prefill
 from minikv.cache.second_pass import SecondPass
 
 CHUNK = 40
@@ -78,9 +77,6 @@ def measured(
             watch.note(column)
         begin()
         reading = kv.reading
-        if isinstance(reading, Prefill) and reading.glancing:
-            feed(kv, fed)
-            reading.predict(torch.rand(fed, generator=made))
         feed(kv, fed)
         texts = reading.texts(range(fed)) if isinstance(reading, SecondPass) else ()
         for repeat, text in texts:

@@ -31,9 +31,8 @@ from minikv.models.rope import RopeConfig
 from minikv.policies import registry
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import ones
-from minikv.policies.global_budget import GlobalBudget
 from minikv.policies.hashevict import codes
-from minikv.policies.parts import LayerAllocator, PromptPolicy, smallest_budget
+from minikv.policies.parts import GlobalBudget, LayerAllocator, PromptPolicy, smallest_budget
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {
@@ -160,7 +159,6 @@ def over(
     rules: Rules | None = None,
     *,
     kv: torch.dtype | None = None,
-    poison: bool = True,
     kind: type[KVCache] = KVCache,
 ) -> KVCache:
     """A cache for `net` under policies that have been made."""
@@ -172,7 +170,6 @@ def over(
         kv=kv,
         output=output_of(net),
         rotary=net.rotation,
-        poison=poison,
     )
 
 
@@ -300,7 +297,7 @@ class Walk:
         attend = self.kv.attend
 
         def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if not (self.kv.scoring or getattr(self.kv.reading, "glancing", False)):
+            if not self.kv.scoring:
                 self.fed[layer].append(torch.stack((k, v), 1))
             return attend(layer, q, k, v)
 

@@ -443,12 +443,12 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "reuse"), [("snapkv", "once"), ("queryspan+global", "blind"), ("kvzip", "blind")]
+    ("policy", "reuse"), [("snapkv", "once"), ("global-span", "blind"), ("kvzip", "blind")]
 )
 def test_what_several_budgets_and_questions_share_is_as_if_each_had_been_alone(
     policy: str, reuse: str, about: Item
 ) -> None:
-    """KL beside the full cache, also under policies that read twice, without `Rereading` and after
+    """KL beside the full cache, also under a policy that reads twice, without `Rereading` and after
     answers to the same prompts."""
     chat = minikv.load(policy="full")
     some = replace(about, questions=about.questions[:2], right=about.right[:2])

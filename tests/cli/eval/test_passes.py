@@ -96,12 +96,9 @@ def test_a_document_read_once_is_as_if_each_had_read_it(
             forwards += len(tokens) == 150
             return net.forward(tokens, kv)
 
-        hidden, logits = staticmethod(net.hidden), staticmethod(net.logits)
-
     kv = engine(net).kv
     shared = Engine(Rereading(Counted(), kv), kv)
     names = [*prompt_names(), "h2o+ada+pyramid", "kvcrush(h2o)", "snapkv+critical+turns"]
-    names += ["queryspan+global"]
     for name in names:
         alone = engine(net, name, default_step(name), 40)
         shared.reset()

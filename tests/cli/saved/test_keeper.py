@@ -151,6 +151,29 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     assert (os.listdir(home), one.name) == ([], None)
 
 
+def test_a_chat_of_an_earlier_version_opens(home: Path) -> None:
+    """Options of its policy that are gone are left out; a policy that is gone is refused in words,
+    and gives way to another one."""
+    session = talked()
+    saved(session, "old").close()
+    path = home / "old" / "chat.db"
+
+    def older(facts: dict[str, Any], **changes: object) -> None:
+        facts["identity"] |= changes
+        facts["identity"]["policy_options"] |= {"gate": 0.0, "near": 3}
+
+    edit_facts(path, "chat", older)
+    fresh = chat()
+    take_up(fresh, "old")
+    assert (fresh.eviction, fresh.fed) == (session.eviction, session.fed)
+    edit_facts(path, "chat", lambda facts: older(facts, policy="queryspan"))
+    with pytest.raises(UsageError, match='queryspan is gone: `policy="global-span"`'):
+        take_up(chat(), "old")
+    fresh = chat("adakv", 40)
+    take_up(fresh, "old", given={"policy"}, reread=True)
+    assert [turn.question for turn in fresh.turns] == [turn.question for turn in session.turns]
+
+
 def test_names_lists_and_the_newest(home: Path) -> None:
     assert listing() == []
     with pytest.raises(UsageError, match="no saved chat in"):

@@ -1,9 +1,8 @@
-"""QuerySpan (kvpress #292): rows that the question attends to stay, with the unpredictable text
-after them.
+"""Rows that the question attends to stay, with the text after them (QuerySpan, kvpress #292).
 
 A row's worth is the largest attention that a query of the window gives it, times the norm of its
 value after W_O, divided by the norm of the layer's input at the query. `Span` passes this worth on
-to the text that follows, less far if that text was predictable.
+to the text that follows. One budget serves all layers and heads.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.global_budget import GlobalBudget
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
+from minikv.policies.parts import GlobalBudget
 from minikv.policies.span import Span
 
 
@@ -24,7 +23,7 @@ from minikv.policies.span import Span
 class QuerySpan(Scorer):
     """The largest attention of a query, times |v W_O| / |h|."""
 
-    name = "queryspan"
+    name = "global-span"
     summary = "question's attention"
 
     window: int = option(
@@ -52,32 +51,18 @@ class QuerySpan(Scorer):
         return largest.amax(1).masked_fill_(~view.live, 0.0)
 
     differs = (
-        "the release always has one budget for all layers (`+global`)",
         "the release protects no newest tokens (`recent`); without them small budgets lose the end "
         "of the question",
     )
 
 
-GLOBAL_SPAN = Method(
+METHOD = Method(
     "global-span",
     "tokens that the question attends to, and the text after them, wherever they are: QuerySpan "
     "in one reading, with one budget for all layers and heads",
     parts=(QuerySpan, Span, GlobalBudget),
     good="answers of many words",
     paper="kvpress292",
-    told="question's attention",
     second="needs recall",
     preset={"decay": 0.995, "across": 0.6, "first": 0, "recent": 4},
-)
-
-METHOD = Method(
-    "queryspan",
-    "tokens that the question attends to, and the unpredictable text after them "
-    "(kvpress' pull request 292); reads a prompt twice; made for queryspan+global",
-    parts=(QuerySpan, Span),
-    good="answers of many words",
-    paper="kvpress292",
-    told="question's attention",
-    second="reads again",
-    preset={"decay": 0.95, "gate": 0.5, "first": 0},
 )

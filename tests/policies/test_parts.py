@@ -8,7 +8,7 @@ from views import build
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.policies.global_budget import GlobalBudget
+from minikv.policies.parts import GlobalBudget
 
 SCORERS = [name for name in policies.prompt_names() if len(policies.find(name).parts) == 1]
 

@@ -1,0 +1,41 @@
+"""What several step policies compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minikv.policies.base import StepView
+from minikv.policies.counter_rng import uniform
+
+AT_ONCE = 1 << 20
+"""About how many numbers of keys or values are computed with at once."""
+
+
+def by_heads(
+    view: StepView,
+    read: Callable[[Tensor], Tensor],
+    make: Callable[[Tensor, Tensor], Tensor],
+    wide: int = 0,
+) -> Tensor:
+    """float32 [F, N]: the results of `make` for some heads at a time: it is called with the indices
+    of the heads int64 [f], and with `read` of these, as float32 [f, N, D]. If values may be read,
+    it is not called for heads that cannot evict; these have 0. wide: how many numbers `make`
+    computes with for each row, if they are more than D."""
+    found = torch.zeros(view.pos.shape, device=view.pos.device)
+    heads = torch.arange(len(found), device=found.device)
+    if view.readable:
+        heads = (view.pos >= 0).any(1).nonzero()[:, 0]
+    each = found.shape[1] * max(wide, read(heads[:0]).shape[-1])
+    for part in torch.split(heads, max(1, AT_ONCE // each)):
+        found[part] = make(part, read(part).float())
+    return found
+
+
+def step_uniform(seed: int, view: StepView) -> Tensor:
+    """float32 [F, N] in (0, 1): `uniform` for each row of a step."""
+    each = torch.arange(len(view.pos), device=view.pos.device)[:, None]
+    layer, head = view.layer + each // view.heads, each % view.heads
+    return uniform(seed, layer, head, view.position, view.pos)
