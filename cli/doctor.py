@@ -297,6 +297,7 @@ def tiny() -> Llama:
     from minikv.models.config import ModelConfig
     from minikv.models.llama import Llama
     from minikv.models.rope import RopeConfig
+    from minikv.models.tensors import randomise
 
     config = ModelConfig(
         family="llama",
@@ -312,7 +313,7 @@ def tiny() -> Llama:
         max_context=4096,
         windows=(None, None),
     )
-    return Llama(config, rows=64).randomise(0, std=0.3)
+    return randomise(Llama(config, rows=64), std=0.3)
 
 
 def attempt(net: Llama, policy: str, decode: str, stride: int) -> str:

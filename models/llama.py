@@ -8,7 +8,7 @@ and values go to `kv.attend`. Matrices with the same input are stored as one (q,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -50,29 +50,6 @@ class Layer:
     k_norm: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a checkpoint's tensor belongs: rows `rows` of the attribute `slot` of `owner`, which is
-    the network or a layer.
-
-    kind: "weight" or "bias" if the attribute is a matrix, "" if it is a tensor.
-    """
-
-    owner: Llama | Layer
-    slot: str
-    kind: str
-    rows: slice
-
-    def tensor(self) -> Tensor:
-        """The part itself, a contiguous view."""
-        part: object = getattr(self.owner, self.slot)
-        if self.kind:
-            assert isinstance(part, Plain), "packed weights have no places"
-            part = part.weight if self.kind == "weight" else part.bias
-        assert isinstance(part, Tensor)
-        return part[self.rows]
-
-
 At = tuple[Sequence[tuple[Tensor, Tensor]], float | Tensor | None]
 """The tables for a chunk's positions: cosine and sine for each of `Rotation.kinds`, as
 `Rotary.table` returns them; and the factor on queries."""
@@ -87,9 +64,9 @@ class Llama:
     """A decoder. It takes token ids and an `Attend`, returns logits, and stores nothing about a
     conversation.
 
-    A new network has uninitialised weights, in memory from `room`; fill them through `tensors()` or
-    `randomise()`. rows: how many rows go through a layer together. ops: the kernels, torch's until
-    `use` is called. The forward pass writes in place, so the network cannot be trained.
+    A new network has uninitialised weights, in memory from `room`; `minikv.models.tensors` names
+    them. rows: how many rows go through a layer together. ops: the kernels, torch's until `use` is
+    called. The forward pass writes in place, so the network cannot be trained.
     """
 
     def __init__(
@@ -185,52 +162,6 @@ class Llama:
             assert isinstance(made, Int8)
             self.embedding = made
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        """Where each tensor of a Hugging Face checkpoint belongs, by name. A tied lm_head is not
-        listed. Only for a network whose matrices are plain.
-        """
-        c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        whole = slice(None)
-        names = ("input_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-        first, second = names[1:] if c.norm_after else names[:2]
-        parts: tuple[tuple[str, str, slice], ...] = (
-            (first, "attention_norm", whole),
-            ("self_attn.q_proj", "qkv", slice(0, q)),
-            ("self_attn.k_proj", "qkv", slice(q, q + kv)),
-            ("self_attn.v_proj", "qkv", slice(q + kv, None)),
-            ("self_attn.o_proj", "out", whole),
-            (second, "mlp_norm", whole),
-            ("mlp.gate_proj", "gate_up", slice(0, c.mlp)),
-            ("mlp.up_proj", "gate_up", slice(c.mlp, None)),
-            ("mlp.down_proj", "down", whole),
-        )
-        if c.fused:
-            joined = ("self_attn.qkv_proj", "qkv", whole), ("mlp.gate_up_proj", "gate_up", whole)
-            parts = (*joined, *(part for part in parts if part[1] not in ("qkv", "gate_up")))
-        if c.qk_norm:
-            norms = (f"{one}_norm" for one in "qk")
-            parts = (*parts, *((f"self_attn.{name}", name, whole) for name in norms))
-        yield "model.embed_tokens.weight", Place(self, "embedding", "", whole)
-        for i, layer in enumerate(self.layers):
-            for name, slot, rows in parts:
-                part, at = getattr(layer, slot), f"model.layers.{i}.{name}"
-                if isinstance(part, Tensor):
-                    yield f"{at}.weight", Place(layer, slot, "", rows)
-                    continue
-                assert isinstance(part, Plain), "packed weights cannot be indexed by row"
-                yield f"{at}.weight", Place(layer, slot, "weight", rows)
-                if part.bias is not None:
-                    yield f"{at}.bias", Place(layer, slot, "bias", rows)
-        yield "model.norm.weight", Place(self, "norm", "", whole)
-        if not c.tied:
-            yield "lm_head.weight", Place(self, "head", "weight", whole)
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its name in a Hugging Face checkpoint, as a contiguous view, e.g. for
-        saving. See `places`."""
-        yield from ((name, place.tensor()) for name, place in self.places())
-
     @property
     def weight_bytes(self) -> int:
         """Bytes that the weights take on the device."""
@@ -239,18 +170,6 @@ class Llama:
             parts.append(self.head)
         parts += self.embedding, self.norm
         return sum(part.nbytes for part in parts if part is not None)
-
-    @torch.no_grad()
-    def randomise(self, seed: int = 0, std: float = 0.02) -> Llama:
-        """Fill the weights with seeded normal numbers, and the norms with one. For tests,
-        benchmarks and training."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        for name, tensor in self.tensors():
-            if name.endswith("norm.weight"):
-                tensor.fill_(1.0)
-            else:
-                tensor.normal_(0.0, std, generator=generator)
-        return self
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, kv: Attend) -> Tensor:

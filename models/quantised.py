@@ -26,6 +26,7 @@ from minikv.models.files import parse_json
 from minikv.models.linear import GROUPS, fits_int8
 from minikv.models.llama import Llama
 from minikv.models.stored import Steps, Stored, own_forms, paired
+from minikv.models.tensors import tensors_of
 from minikv.pages import Pages
 
 _IGNORED = re.compile(
@@ -211,7 +212,7 @@ def adopted(
     if checkpoint.original:
         raise quantised(f"{config.form}, in Mistral's own layout")
     network = Llama(config, device="meta", room=Pages(torch.device("meta")).empty)
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.tensors()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors_of(network)}
     shapes["lm_head.weight"] = config.vocab, config.hidden
     made = stored(plain, config.quantisation, shapes)
     notes: list[str] = []

@@ -45,9 +45,10 @@ from minikv.models.linear import (
     split,
     suits,
 )
-from minikv.models.llama import Layer, Llama, Place
+from minikv.models.llama import Layer, Llama
 from minikv.models.quantised import adopted
 from minikv.models.stored import Fused, Stored
+from minikv.models.tensors import Place, places_of
 from minikv.pages import Pages
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def load_network(
     with torch.inference_mode(False), torch.no_grad():
         # A network without memory. Memory is allocated for one tensor after another.
         network = Llama(config, device=device, dtype=dtype, room=Pages(torch.device("meta")).empty)
-        places = dict(network.places())
+        places = dict(places_of(network))
         _account(entries, places)
         if checkpoint.original:
             heads = {".q_proj.": config.heads, ".k_proj.": config.kv_heads}

@@ -41,6 +41,7 @@ ELSEWHERE = {
     "models/rendering.py": "models/test_templates.py",
     "models/split_patterns.py": "models/test_tokenizer.py",
     "models/sandbox.py": "models/test_templates.py",
+    "models/tensors.py": "models/test_weights.py",
     "models/tokenizer_json.py": "models/test_tokenizer.py",
     "models/tokenizer_sp.py": "models/test_tokenizer.py",
     "models/tokenizer_tekken.py": "models/test_tokenizer.py",

@@ -19,6 +19,7 @@ from minikv.cli.bench import networks
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.linear import Int8
+from minikv.models.tensors import tensors_of
 from minikv.models.weights import load_network
 from minikv.pages import LARGE, PAGE, SLAB, SMALL, Pages
 
@@ -40,7 +41,7 @@ def test_matrices_lie_there_and_what_was_packed_is_gone(
     )
     if loaded:
         net = networks.plain(networks.Spec(sizes))
-        save_file(dict(net.tensors()), tmp_path / "model.safetensors")
+        save_file(dict(tensors_of(net)), tmp_path / "model.safetensors")
         config = {
             "model_type": "llama",
             "hidden_size": 2048,

@@ -27,6 +27,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.linear import TORCH, Int8, Plain, kept, packs, split
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.models.tensors import tensors_of
 from minikv.models.weights import check_form, free_memory
 from minikv.pages import Pages
 
@@ -269,7 +270,7 @@ def fill(net: Llama, seed: int = 0) -> Llama:
     """Every matrix from one block of normal numbers, norms one."""
     generator = torch.Generator(net.device).manual_seed(seed)
     block = torch.randn(_BLOCK, generator=generator, device=net.device).mul_(_STD).to(net.dtype)
-    for at, (name, tensor) in enumerate(net.tensors()):
+    for at, (name, tensor) in enumerate(tensors_of(net)):
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
             continue

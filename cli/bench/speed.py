@@ -28,6 +28,7 @@ from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
 from minikv.loader import output_of, shape_of
 from minikv.models.llama import Llama
+from minikv.models.tensors import tensors_of
 from minikv.settings import Settings
 
 PEER = "transformers"
@@ -214,7 +215,7 @@ def _random(library: Any, spec: networks.Spec, net: Llama) -> Any:
     )
     with torch.device("meta"):
         model = library.LlamaForCausalLM(config)
-    model.load_state_dict(dict(net.tensors()), assign=True, strict=not sizes.tied)
+    model.load_state_dict(dict(tensors_of(net)), assign=True, strict=not sizes.tied)
     if sizes.tied:
         model.tie_weights()
     # The angles are not weights: they were made on the meta device, without memory.

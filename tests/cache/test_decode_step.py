@@ -27,6 +27,7 @@ from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels, TorchOnCPU, choose
 from minikv.models.llama import Llama
+from minikv.models.tensors import randomise
 from minikv.policies.base import StepView
 from minikv.policies.tova import Tova
 
@@ -376,7 +377,7 @@ def test_such_a_kernel_does_not_hash_codes_nor_rows_that_leave_last(
     kv: torch.dtype | None, marked: bool, served: bool
 ) -> None:
     """The C kernel takes rows of bfloat16 under HashEvict, but neither int8 nor marked ones."""
-    net = Llama(network(layers=2).config, rows=32, dtype=torch.bfloat16).randomise(0, std=0.3)
+    net = randomise(Llama(network(layers=2).config, rows=32, dtype=torch.bfloat16), std=0.3)
     run = engine(net, "full", "hashevict", 44, kv=kv)
     run.prompt(ids(60))
     arena = run.kv.arena

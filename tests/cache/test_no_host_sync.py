@@ -32,6 +32,7 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig, Rotation
+from minikv.models.tensors import tensors_of
 from minikv.policies import Option, Value, registry
 from minikv.policies.base import StepPolicy
 from minikv.policies.options import options_of
@@ -330,7 +331,7 @@ def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.Monk
     """Prompts into an empty cache, behind an answer, and behind another."""
     here = network(layers=2, head_dim=16)
     net = Llama(here.config, rows=here.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
+    for (_, mine), (_, theirs) in zip(tensors_of(net), tensors_of(here), strict=True):
         mine.copy_(theirs)
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
     kv = KVCache(like.shape, like.rules, device="cuda", output=like.output, rotary=net.rotation)

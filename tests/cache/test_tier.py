@@ -25,6 +25,7 @@ from minikv.cache.tier import Copies, Tier, TierSteps
 from minikv.cache.tier_file import FileRows, Header
 from minikv.cache.tier_rows import Memory, RamRows, columns_of
 from minikv.engine.engine import Engine
+from minikv.models.tensors import tensors_of
 
 # They need the queries of all tokens, or read everything twice.
 UNSERVED = {"h2o", "expected", "ada-expected", "kvzip", "kvzip+"}
@@ -305,7 +306,7 @@ def test_a_tier_on_a_gpu_answers_as_on_a_cpu(coded: bool) -> None:
 
     here = small.network(layers=3)
     there = Llama(here.config, rows=here.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(there.tensors(), here.tensors(), strict=True):
+    for (_, mine), (_, theirs) in zip(tensors_of(there), tensors_of(here), strict=True):
         mine.copy_(theirs)
     ids, answer, question = small.ids(150), small.ids(5, seed=1), small.ids(9, seed=2)
     found = []

@@ -27,6 +27,7 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import WINDOW, Sampling
 from minikv.errors import ContextError, NumericsError
 from minikv.models.llama import Llama
+from minikv.models.tensors import tensors_of
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -405,7 +406,7 @@ class Failing:
 def _on_cuda(net: Llama) -> Llama:
     """The same weights there."""
     moved = Llama(net.config, rows=net.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(moved.tensors(), net.tensors(), strict=True):
+    for (_, mine), (_, theirs) in zip(tensors_of(moved), tensors_of(net), strict=True):
         mine.copy_(theirs)
     return moved
 

@@ -59,6 +59,7 @@ from minikv.engine.warmup import warm
 from minikv.kernels.dispatch import FORMS, Kernels, on_gpu
 from minikv.models.linear import Plain, kept, unpack_int4_rows
 from minikv.models.llama import Llama
+from minikv.models.tensors import randomise, tensors_of
 
 Count = Counter[tuple[str, str]]
 
@@ -213,7 +214,7 @@ class Bench:
         key = (layers, window, dtype, weights)
         if key not in self._nets:
             here, net = (self.network(layers, window, d, dtype) for d in (torch.device("cpu"), GPU))
-            for (_, mine), (_, theirs) in zip(net.tensors(), here.tensors(), strict=True):
+            for (_, mine), (_, theirs) in zip(tensors_of(net), tensors_of(here), strict=True):
                 mine.copy_(theirs)
             self._nets[key] = net if weights == "auto" else packed(net, weights)
         return self._nets[key]
@@ -231,7 +232,7 @@ class Bench:
             vocab=VOCAB,
         )
         net = Llama(config, rows=CHUNK, dtype=dtype, device=device)
-        return net.randomise(0, std=0.1) if device.type == "cpu" else net
+        return randomise(net, std=0.1) if device.type == "cpu" else net
 
 
 def packed(net: Llama, form: str) -> Llama:

@@ -29,6 +29,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.gguf import Gguf
 from minikv.models.linear import Int4, Int8
 from minikv.models.stored import apart
+from minikv.models.tensors import tensors_of
 from minikv.models.weights import load_network
 
 SPEC = Spec(hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=320)
@@ -82,8 +83,8 @@ def test_plain_numbers_are_those_of_the_folder(spec: Spec, tmp_path: Path) -> No
     family = "llama" if config.family == "llama" else folder.family  # as a mistral without window
     said = {"stop_ids": config.stop_ids, "own": config.own, "notes": (), "family": family}
     assert rounded(asdict(config)) == rounded(asdict(replace(folder, **said)))
-    tensors = dict(network_of(tmp_path).tensors())
-    found = dict(load_network(made.checkpoint(), config).tensors())
+    tensors = dict(tensors_of(network_of(tmp_path)))
+    found = dict(tensors_of(load_network(made.checkpoint(), config)))
     assert found.keys() == tensors.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, tensors[name]), name

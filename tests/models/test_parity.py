@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minikv.cache.attend import DenseAttend
 from minikv.models.llama import Llama
+from minikv.models.tensors import tensors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -187,10 +188,10 @@ def test_bfloat16_agrees_where_the_choice_is_clear(
 
 
 def test_an_export_under_our_names_loads_in_transformers(tmp_path: Path) -> None:
-    """`tensors()` is also how a trained network is saved."""
+    """`tensors_of` is also how a trained network is saved."""
     oracle = write(Spec(bias=True, mlp_bias=True), tmp_path)
     network = network_of(tmp_path)
-    state = {name: tensor.clone() for name, tensor in network.tensors()}
+    state = {name: tensor.clone() for name, tensor in tensors_of(network)}
     assert state.keys() == oracle.state_dict().keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in oracle.state_dict().items())
 

@@ -32,6 +32,7 @@ from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
+from minikv.models.tensors import tensors_of
 from minikv.models.weights import load_network
 
 
@@ -309,7 +310,7 @@ def test_what_the_network_computes_is_not_read(layout: str, tmp_path: Path) -> N
         set_map(tmp_path, names[0], ONES[0])
         set_map(tmp_path, "model.layers.7.self_attn.rotary_emb.inv_freq", ONES[1])
     after = network_of(tmp_path)
-    pairs = zip(before.tensors(), after.tensors(), strict=True)
+    pairs = zip(tensors_of(before), tensors_of(after), strict=True)
     assert all(torch.equal(one, two) for (_, one), (_, two) in pairs)
 
 
@@ -380,7 +381,7 @@ def test_the_text_part_of_a_wrapper(inner: str, outer: str, tmp_path: Path) -> N
 
     def spelled(tensors: dict[str, Any]) -> dict[str, Any]:
         vision = {name: tensor for name, tensor in tensors.items() if "vision_tower" in name}
-        made = {name.replace("model.", inner, 1): t for name, t in want.tensors()}
+        made = {name.replace("model.", inner, 1): t for name, t in tensors_of(want)}
         made[f"{outer}lm_head.weight"] = made.pop("lm_head.weight")
         assert vision
         return vision | made
@@ -399,7 +400,7 @@ def test_the_text_part_of_a_wrapper(inner: str, outer: str, tmp_path: Path) -> N
 
 def assert_equal(one: Llama, two: Llama) -> None:
     assert all(
-        torch.equal(a, b) for (_, a), (_, b) in zip(one.tensors(), two.tensors(), strict=True)
+        torch.equal(a, b) for (_, a), (_, b) in zip(tensors_of(one), tensors_of(two), strict=True)
     )
 
 
@@ -496,7 +497,7 @@ def test_every_pair_of_dtypes_converts_as_torch_does(
     network = network_of(tmp_path, wanted)
     dtype = wanted or stored
     assert network.dtype == dtype
-    for name, tensor in network.tensors():
+    for name, tensor in tensors_of(network):
         assert torch.equal(tensor, oracle.state_dict()[name].to(stored).to(dtype)), name
 
 
@@ -653,6 +654,7 @@ import ctypes, sys, threading, time, torch
 ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: what is freed leaves no holes in the heap
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
+from minikv.models.tensors import randomise
 from minikv.models.rope import RopeConfig
 
 class Nothing:
@@ -672,7 +674,7 @@ config = ModelConfig(
     family="llama", layers=2, heads=8, kv_heads=2, head_dim=64, hidden=512, mlp=1536, vocab=1000,
     norm_eps=1e-5, rope=RopeConfig(), max_context=tokens, windows=(None, None), tied=True,
 )
-network = Llama(config, dtype=dtype).randomise()
+network = randomise(Llama(config, dtype=dtype))
 network.forward(torch.zeros(1024, dtype=torch.int64), Nothing())
 ids = torch.zeros(tokens, dtype=torch.int64)
 before = peak = resident()

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
+from minikv.models.tensors import tensors_of
 
 _PROBE = r"""
 import json, os, re, sys, torch
@@ -74,7 +75,7 @@ def write(folder: Path, layers: int, vocab: int) -> int:
     (folder / "config.json").write_text(json.dumps(config))
     made = Llama(ModelConfig.from_folder(folder), dtype=torch.bfloat16)
     save_file(
-        {name: tensor.fill_(0.5).clone() for name, tensor in made.tensors()},
+        {name: tensor.fill_(0.5).clone() for name, tensor in tensors_of(made)},
         folder / "model.safetensors",
     )
     return made.weight_bytes

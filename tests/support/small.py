@@ -28,6 +28,7 @@ from minikv.loader import output_of
 from minikv.models.config import ModelConfig
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
+from minikv.models.tensors import randomise
 from minikv.policies import registry
 from minikv.policies.base import PromptView, StepPolicy, StepView
 from minikv.policies.bits import ones
@@ -114,7 +115,7 @@ def config(windows: tuple[int | None, ...] | None = None, **given: Any) -> Model
 
 def network(rows: int = 32, seed: int = 0, **given: Any) -> Llama:
     """Random weights large enough that attention is far from uniform. given: as of `config`."""
-    made = Llama(config(**given), rows=rows).randomise(seed, std=0.3)
+    made = randomise(Llama(config(**given), rows=rows), seed, std=0.3)
     generator = torch.Generator().manual_seed(seed)
     for layer in made.layers if made.config.qk_norm else ():
         for norm in (layer.q_norm, layer.k_norm):

@@ -20,6 +20,7 @@ from minikv.cli.main import _resume_alone, app
 from minikv.cli.measure import STDOUT
 from minikv.cli.screen.terminal import Terminal
 from minikv.models.linear import lacks
+from minikv.models.tensors import tensors_of
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Settings
 
@@ -136,13 +137,13 @@ FULL = EvictionConfig.read("full", "none")
 
 def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
     net = networks.network(networks.Spec(TINY, dtype="float32"))
-    for name, tensor in net.tensors():
+    for name, tensor in tensors_of(net):
         assert bool(tensor.isfinite().all())
         if name.endswith("norm.weight"):
             assert bool((tensor == 1).all())
         else:
             assert 0.015 < float(tensor.std()) < 0.025
-    named = dict(net.tensors())
+    named = dict(tensors_of(net))
     first, second = (named[f"model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
     assert not torch.equal(first, second)
     assert not torch.equal(first[:16], first[16:32])
@@ -151,7 +152,7 @@ def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
 def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "_BLOCK", 97)
     net = networks.plain(networks.Spec(TINY, dtype="float32"))
-    flat = dict(net.tensors())["lm_head.weight"].view(-1)
+    flat = dict(tensors_of(net))["lm_head.weight"].view(-1)
     assert torch.equal(flat[:97], flat[97:194])
     assert torch.equal(flat[: len(flat) % 97], flat[-(len(flat) % 97) :])
     assert bool((flat != 0).any())

@@ -30,6 +30,7 @@ from minikv.kernels.native import build, choice
 from minikv.kernels.product.matrix import Matrix
 from minikv.models.linear import Plain, kept
 from minikv.models.llama import Llama
+from minikv.models.tensors import randomise, tensors_of
 from minikv.policies.hashevict import HashEvict
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -54,8 +55,8 @@ def network(
     biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), shape == "one")
     sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "hidden": 128, "mlp": 640}
     how = config((None, *(window,) * (count - 1)), **sizes, **biases, **FAMILIES.get(family, {}))
-    made = Llama(how, dtype=torch.bfloat16).randomise(1, 0.2)
-    for name, tensor in made.tensors():
+    made = randomise(Llama(how, dtype=torch.bfloat16), 1, 0.2)
+    for name, tensor in tensors_of(made):
         if name.endswith(("norm.weight", "bias")):
             tensor.copy_(randoms(len(name), *tensor.shape, dtype=torch.bfloat16))
     for layer in made.layers if form != "auto" else ():
@@ -291,7 +292,7 @@ def test_what_it_does_not_take() -> None:
     wide = network("one")
     wide.use(kv.ops)
     assert layers.layers([rests[0], wide._tails[-1]], *more) is None
-    exact = Llama(net.config).randomise(1)
+    exact = randomise(Llama(net.config), 1)
     made = over(exact)
     exact.use(made.ops)
     assert exact._layers is None
