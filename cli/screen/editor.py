@@ -117,8 +117,8 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
 
     def read() -> str:
         try:
-            with keyboard.asking(), _ending(session.app):
-                return message(session.prompt().strip("\n"))
+            with keyboard.asking(), _ending(session.app) as begins:
+                return message(session.prompt(pre_run=begins).strip("\n"))
         except KeyboardInterrupt:
             if session.default_buffer.text:
                 return ""
@@ -128,9 +128,10 @@ def open_reader(terminal: Terminal, help: Help, history: Path | None) -> Callabl
 
 
 @contextlib.contextmanager
-def _ending(app: Application[str]) -> Iterator[None]:
+def _ending(app: Application[str]) -> Iterator[Callable[[], None]]:
     """A context in which the signals of `ends` end the prompt as a key would, so that its toolbar
-    is removed. They end the chat even if the prompt has just been answered."""
+    is removed. They end the chat even if the prompt has just been answered. The prompt must call
+    the given function when it begins: asyncio loses an exception that a signal raised before."""
     came = False
 
     def end(signum: int, frame: FrameType | None) -> None:
@@ -144,9 +145,13 @@ def _ending(app: Application[str]) -> Iterator[None]:
         if not app.is_done:
             app.exit(exception=Terminated())
 
+    def begins() -> None:
+        if came:
+            leave()
+
     try:
         with handled(dict.fromkeys(ends(), end)):
-            yield
+            yield begins
     finally:
         if came:
             raise Terminated

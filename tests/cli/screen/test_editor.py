@@ -473,3 +473,19 @@ def test_a_signal_ends_the_prompt_also_when_it_has_its_answer(done: bool) -> Non
     with pytest.raises(Terminated), editor._ending(App()):  # type: ignore[arg-type]
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_ends_a_prompt_that_was_about_to_begin() -> None:
+    """asyncio may lose what the signal raises; the prompt then ends as it begins."""
+
+    class App:
+        loop, is_running, is_done = None, False, False
+
+        def exit(self, exception: BaseException) -> None:
+            raise exception
+
+    with pytest.raises(Terminated), editor._ending(App()) as begins:  # type: ignore[arg-type]
+        with contextlib.suppress(Terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+        begins()
+        pytest.fail("the prompt waits for a line")
