@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Generic, NoReturn, TypeVar
 
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
 from minikv.chat.transcript import Document, Message, Template, TokenLog, Turn, said
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -174,43 +171,3 @@ class Conversation:
 def mark(stats: CacheStats, report: TurnReport) -> tuple[int, int, int]:
     """A point of `ChatSession.curve`."""
     return stats.seen, stats.held_bytes + report.kv_bytes.tier_here, stats.full_bytes
-
-
-class _Now(Generic[T]):
-    """A read-only attribute of a chat, taken from its conversation."""
-
-    def __init__(self, get: Callable[[Conversation], T]) -> None:
-        self._get = get
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, chat: ConversationView, owner: type) -> T:
-        return self._get(chat._now)
-
-    def __set__(self, chat: object, value: object) -> NoReturn:
-        raise AttributeError(f"{self._name} cannot be set")
-
-
-class ConversationView:
-    """The attributes of a chat that come from its conversation; see `ChatSession` and
-    `Conversation`."""
-
-    _now: Conversation
-
-    conversation = _Now(lambda now: now.conversation)
-    turn = _Now(lambda now: now.turn)
-    turns = _Now(lambda now: now.turns)
-    undone = _Now(lambda now: now.undone)
-    messages = _Now(lambda now: now.messages)
-    documents = _Now(lambda now: now.documents)
-    pending = _Now(lambda now: now.pending)
-    report = _Now(lambda now: now.report)
-    reports = _Now(lambda now: now.reports)
-    curve = _Now(lambda now: now.curve)
-    evicted_for_turn = _Now(lambda now: now.evicted_for_turn)
-    rereads = _Now(lambda now: now.rereads)
-    log = _Now(lambda now: now.log)
-    fed = _Now(lambda now: now.log.fed)
-    known = _Now(lambda now: now.log.known)
-    pending_token = _Now(lambda now: now.log.pending)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from time import perf_counter
+from typing import Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -36,10 +37,7 @@ from minikv.chat.plan import (
 )
 from minikv.chat.reading import Reader, Tools
 from minikv.chat.recall import Recall
-from minikv.chat.snapshot import (
-    Conversation,
-    ConversationView,
-)
+from minikv.chat.snapshot import Conversation
 from minikv.chat.stopping import Cancelling, Guard, Pieces, closed
 from minikv.chat.transcript import (
     OVERFLOWS,
@@ -59,6 +57,7 @@ from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
 from minikv.settings import Settings
 
+T = TypeVar("T")
 _ENDS = {
     "eos": "the model ended its answer",
     "stop": "the answer ended at a stop text",
@@ -69,12 +68,45 @@ Fit = Callable[[EvictionConfig, int, int], int]
 """See `ChatSession`."""
 
 
-class Turns(ConversationView):
+class _Now(Generic[T]):
+    """A read-only attribute of a chat, taken from its conversation."""
+
+    def __init__(self, get: Callable[[Conversation], T]) -> None:
+        self._get = get
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, chat: Turns, owner: type) -> T:
+        return self._get(chat._now)
+
+    def __set__(self, chat: object, value: object) -> NoReturn:
+        raise AttributeError(f"{self._name} cannot be set")
+
+
+class Turns:
     """The state of a chat, and the steps of its turns; see `ChatSession`, which adds what may be
     done with a chat, for the arguments and attributes."""
 
     reuse = OneOf(REUSES)
     overflow = OneOf(OVERFLOWS)
+    _now: Conversation
+    conversation = _Now(lambda now: now.conversation)
+    turn = _Now(lambda now: now.turn)
+    turns = _Now(lambda now: now.turns)
+    undone = _Now(lambda now: now.undone)
+    messages = _Now(lambda now: now.messages)
+    documents = _Now(lambda now: now.documents)
+    pending = _Now(lambda now: now.pending)
+    report = _Now(lambda now: now.report)
+    reports = _Now(lambda now: now.reports)
+    curve = _Now(lambda now: now.curve)
+    evicted_for_turn = _Now(lambda now: now.evicted_for_turn)
+    rereads = _Now(lambda now: now.rereads)
+    log = _Now(lambda now: now.log)
+    fed = _Now(lambda now: now.log.fed)
+    known = _Now(lambda now: now.log.known)
+    pending_token = _Now(lambda now: now.log.pending)
 
     def __init__(
         self,

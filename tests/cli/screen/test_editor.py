@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -484,8 +485,11 @@ def test_a_signal_ends_a_prompt_that_was_about_to_begin() -> None:
         def exit(self, exception: BaseException) -> None:
             raise exception
 
-    with pytest.raises(Terminated), editor._ending(App()) as begins:  # type: ignore[arg-type]
-        with contextlib.suppress(Terminated):
-            os.kill(os.getpid(), signal.SIGTERM)
+    ending = editor._ending(App())  # type: ignore[arg-type]
+    begins = ending.__enter__()
+    with contextlib.suppress(Terminated):
+        os.kill(os.getpid(), signal.SIGTERM)
+    with pytest.raises(Terminated):
         begins()
-        pytest.fail("the prompt waits for a line")
+    with pytest.raises(Terminated):
+        ending.__exit__(None, None, None)
