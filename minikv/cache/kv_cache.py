@@ -131,6 +131,13 @@ class KVCache:
         self._set(rules, empty)
         self._restart(rows)
 
+    def forget(self, position: int) -> None:
+        """Forget the rows, but not the turns up to `position`: `recall` tells the policies of
+        them."""
+        turns = tuple(turn for turn in self.state.turns if turn[1] <= position)
+        self.reset()
+        self.state = replace(self.state, turns=turns)
+
     def drop(self) -> None:
         """Forget the rows: a step failed, and may have changed some. Cannot fail."""
         self.decode.close()

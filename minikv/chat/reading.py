@@ -128,7 +128,7 @@ class Reader:
         try:
             if replaces and not plan.recalled:
                 engine.reset()
-            if plan.anew and plan.pinned:
+            if plan.anew and plan.pinned and plan.pinned != kv.pinned:
                 kv.pin(plan.pinned)
             told = [] if plan.anew else [*self.seen]
             for part in plan.parts:

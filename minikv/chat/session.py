@@ -116,7 +116,9 @@ class ChatSession(Turns):
             finished = len(self.turns) - left // 2
             before = self._now.before(finished, self.template)
             if before.log.ids:
-                self._now = replace(self._cut_to(before), pending=self.pending)
+                self._now = replace(
+                    self._cut_to(before), pending=self.pending, rereads=self.rereads
+                )
                 return
         if stale:
             self.engine.reset()
@@ -127,17 +129,18 @@ class ChatSession(Turns):
         self.verified, self._told = None, ""
 
     def _cut_to(self, before: Conversation) -> Conversation:
-        """`before`, which has the first turns of the conversation, with the part of the cache that
-        these turns left; an empty one if their rows can no longer be told from later ones."""
+        """`before`, which has the first turns of the conversation, with their part of the cache. It
+        is empty if later turns may have left a mark on these rows: on which of them stayed, on what
+        a policy notes of them, or on a budget that is a share of what was read."""
         kv, finished = self.engine.kv, len(before.turns)
         last = before.report
-        seen = 0 if last is None else min(last.tokens.seen_total, len(before.log.ids), kv.position)
-        columns = policy_columns(kv.rules.prompt, kv.rules.step)  # later tokens changed these
+        end = 0 if last is None else min(last.tokens.seen_total, len(before.log.ids))
+        noted = policy_columns(kv.rules.prompt, kv.rules.step) or kv.rules.takes_share
         once = all(report.reuse == "once" for report in self.reports[finished:])
-        if seen and once and not columns and not kv.stats().gaps:
-            kv.cut(seen)
+        if min(end, kv.position) and once and not noted and not kv.stats().gaps:
+            kv.cut(min(end, kv.position))
         else:
-            self.engine.reset()
+            kv.forget(end)
         return replace(before, log=TokenLog(before.log.ids, kv.position))
 
     @changes
@@ -299,12 +302,12 @@ class ChatSession(Turns):
         known. The last answer does not count where only it is missing from the tier."""
         known = self._known(self._now, None)
         ids, fed, settings = known.tokens, self.log.seen, known.settings
-        kept = known.tier.kind != "none" or not (fed or self.recall.store is None)
-        exact = not settings.blind and not settings.rules.cannot_recall
-        if ids and kept and exact and (not fed or known.recalls):
+        stored = known.recalls and known.tier.kind != "none"
+        stored = stored or not (fed or self.recall.store is None)
+        if ids and stored and not settings.blind and not settings.rules.cannot_recall:
             has, last = self.recall.has(ids, stored=True), self.reports[-1].tokens
             return len(ids) - has if has < last.prompt_reused + last.prompt_new else 0
-        return len(ids) if known.rereads else 0
+        return len(ids) if known.rereads or not fed else 0
 
     @property
     def room(self) -> int:

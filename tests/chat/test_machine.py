@@ -864,6 +864,48 @@ def test_undo_cuts_a_cache_from_which_nothing_was_evicted(name: str) -> None:
     machine.end()
 
 
+UNDONE = {
+    "a share": ("full", ("snapkv", "none"), "100%", "none"),
+    "a share, and a step policy": ("full", ("streaming", "streaming"), "50%", "none"),
+    "turns": ("snapkv+turns", ("snapkv+turns", "none"), 64, "ram"),
+    "turns, and a step policy": ("adakv+turns", ("adakv+turns", "tova"), 64, "ram"),
+}
+
+
+@pytest.mark.parametrize("name", UNDONE)
+def test_an_undone_turn_leaves_no_mark(name: str) -> None:
+    """Neither on a budget that is a share of what was read, nor on where turns begin."""
+    first, then, budget, tier = UNDONE[name]
+    found = []
+    for undone in (False, True):
+        start = EvictionConfig.read("full", "none") if first == "full" else eviction(then, budget)
+        chat = lettered(start, reuse="auto", tier=tier)
+        for question in QUESTIONS[:2]:
+            chat.attach(TEXTS[1], "a.txt")
+            "".join(chat.ask(question, 4))
+        chat.configure(eviction(then, budget))
+        if undone:
+            "".join(chat.ask("Gone?", 1))
+            chat.undo()
+        chat.attach(TEXTS[1] * 3, "b.txt")
+        answer = "".join(chat.ask("And then?", 8))
+        found.append((answer, [kept_of(chat, layer) for layer in range(2)]))
+        chat.recall.leave()
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("tier", ["none", "ram", "file"])
+def test_turns_drop_behind_a_pinned_system_prompt(tier: str) -> None:
+    start = eviction(("snapkv", "none"), 64)
+    given = {"tier": tier, "system": "Be brief.", "pin_system": True, "overflow": "drop"}
+    chat = lettered(start, reuse="auto", **given)
+    for _ in range(9):
+        "".join(chat.ask("Why? " + TEXTS[1], 6))
+    assert len(chat.turns) < 9
+    assert all(kept_of(chat, 0)[head][:9] == [*range(9)] for head in range(2))
+    chat.recall.leave()
+
+
 SEEDS = range(*(int(end) for end in os.environ.get("MACHINE_SEEDS", "0:20").split(":")))
 """Those of the long run: 5,000 operations each, so 0:200 are a million."""
 
