@@ -33,7 +33,7 @@ GONE: Mapping[str, str] = {
     "quality": "choose `budget`; the record of a turn says what eviction loses",
     "preset": '`policy="kvzip"` makes one cache for all questions',
     "refresh_every": '`policy="global-span"` keeps what the whole answer needs',
-    "reread_limit": '`reuse="once"` never reads again',
+    "reread_limit": '`reuse="once"` reads nothing again for a new question',
     "encoding_errors": "`iconv -c -f UTF-8 -t UTF-8 FILE` prints a text without its invalid bytes",
     "chats_limit": "`minikv chats` shows the size of each, and its command rm removes old ones",
     "loaders": 'pipe the text in: `pandoc -t plain FILE | minikv ask "QUESTION"`',
@@ -194,10 +194,10 @@ def settings_of(*kinds: type) -> Mapping[str, Setting]:
     )
 
 
-def refuse_gone(name: str, where: str) -> None:
+def refuse_gone(name: str, where: str, hint: str = "") -> None:
     """Raise UsageError, which begins with `where`, if `name` is a setting of earlier versions."""
     if name in GONE:
-        raise UsageError(f"{where} is gone: {GONE[name]}")
+        raise UsageError(f"{where} is gone: {GONE[name]}", hint)
 
 
 def spelled(text: str) -> str:

@@ -285,7 +285,7 @@ def origins_of(
 def summary(session: ChatSession, saved: Saved, seconds: float) -> str:
     """The lines about a chat that was loaded in `seconds`."""
     how = f"resumed in {1000 * seconds:.0f} ms"
-    if not session.log.ids:
+    if not (session.log.ids or (session.recall.tokens and session.recalls)):
         how = "your next question reads it again"
     elif again := session.reads_again:
         how += f"; your next question reads {amount(again, 'token')} again"

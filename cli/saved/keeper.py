@@ -161,7 +161,7 @@ class Keeper:
             own = rows is not None and rows is session.recall.file
             if rows is not None and not own:
                 undone.callback(rows.close)
-            spare = rows is not None or name == LAST
+            spare = rows is not None or name == LAST or saved.unread
             snapshot = self._snapshot(session, file.rows, saved, given, reread=reread, spare=spare)
             if "seed" in given:
                 snapshot = replace(snapshot, seed=session.seed)

@@ -173,6 +173,8 @@ _NAMES: Mapping[type, str] = {
 
 _GONE = {"refreshes"}
 """Keys that earlier versions wrote to a turn's record and that nothing reads."""
+GONE_OPTIONS = {"gate", "near"}
+"""Options of policies in earlier versions, which had no effect by default."""
 
 
 class Wrong(ValueError):
@@ -185,10 +187,16 @@ def report_of(record: object, *, known: bool = False) -> TurnReport:
     if known and (other := set(checked(dict, record, "record")) - names):
         raise Wrong(f"record has keys that are not known: {sorted(map(str, other))[:3]}")
     report = fields_of(TurnReport, record, "record")
+    report = dataclasses.replace(report, policy_options=without_gone(report.policy_options))
     for name, words in (("stop_reason", STOPS), ("tier", ("", *PLACES)), ("reuse", REUSES[1:])):
         if getattr(report, name) not in words:
             raise Wrong(f"record.{name} is {getattr(report, name)!r:.80}")
     return report
+
+
+def without_gone(options: Mapping[str, _T]) -> dict[str, _T]:
+    """Options of a policy without those that are gone."""
+    return {name: value for name, value in options.items() if name not in GONE_OPTIONS}
 
 
 def fields_of(kind: Callable[..., _T], value: object, where: str) -> _T:

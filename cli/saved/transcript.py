@@ -42,6 +42,7 @@ from minikv.cli.saved.listing import (
     reading,
     remove_old,
     report_of,
+    without_gone,
 )
 from minikv.errors import UsageError
 from minikv.models import BUNDLED
@@ -57,8 +58,7 @@ if TYPE_CHECKING:
 POLICY = ("policy", "policy_options", "decode", "decode_options", "budget", "stride")
 """The fields of an identity that need not agree, because a loaded chat sets them."""
 
-_GONE = {"gate", "near"}
-"""Options of policies in earlier versions, which had no effect by default."""
+_UNREAD = "nothing had been read when the chat was saved"
 _UNITS = ("rows", "share", "bytes", "auto")
 
 
@@ -93,7 +93,7 @@ def eviction_of(identity: Mapping[str, Any]) -> EvictionConfig:
         str(identity["policy"]),
         str(identity["decode"]),
         Budget(unit, Fraction(value)),
-        {n: value for n, value in identity["policy_options"].items() if n not in _GONE},
+        without_gone(identity["policy_options"]),
         dict(identity["decode_options"]),
         int(identity["stride"]),
     )
@@ -162,6 +162,11 @@ class Saved:
     def documents(self) -> tuple[Document, ...]:
         """The documents that the model has read, in order."""
         return tuple(document for turn in self.turns for document in turn.documents)
+
+    @property
+    def unread(self) -> bool:
+        """Nothing was cached when the chat was saved."""
+        return bool(self.facts["no_cache"] == _UNREAD)
 
     def without_cache(self, known: bool = True) -> ChatSnapshot:
         """The chat without its cache: the next question reads the whole conversation again, except
@@ -354,7 +359,7 @@ def rows_of(
 def _cache(session: ChatSession) -> tuple[bytes, str]:
     """The cache as a safetensors file and ""; or b"" and why the cache is not saved."""
     if not session.fed:
-        return b"", "nothing had been read when the chat was saved"
+        return b"", _UNREAD
     held_bytes = session.engine.kv.stats().held_bytes
     if held_bytes > CACHE_BYTES:
         return b"", f"it held {size(held_bytes)}, and at most {size(CACHE_BYTES)} are saved"

@@ -145,7 +145,7 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
             elif key in SETTINGS:
                 values[key] = Value(SETTINGS[key].read_whole(value, f"{shown}: {key}"), shown)
             else:
-                refuse_gone(key, f"{shown}: {key}")
+                refuse_gone(key, f"{shown}: {key}", f"minikv config unset {key} removes it")
                 known = [*SETTINGS, ALIASES]
                 raise UsageError(f"{shown}: unknown key {quoted(key)}", nearest(key, known))
     notes = []

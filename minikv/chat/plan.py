@@ -141,6 +141,7 @@ class Situation:
     | filled | `rereads`, or `reuse` is "refresh"           | all                     | refresh |
     | filled | auto or recall; rows of a document have left,| all; says why           | refresh |
     |        | the policy asks, and it fits                 |                         |         |
+    | filled | the same, and now nothing has to leave       | all; says why           | refresh |
     | filled | blind, and documents come with the question  | new, cut after these    | blind   |
     | filled | auto or recall; rows of a document have left,| new; says why           | once    |
     |        | and the policy does not ask                  |                         |         |
@@ -254,6 +255,8 @@ class Situation:
             return "refresh" if settings.rereads else settings.reuse, ""
         if not self.said.documents or not self.held.evicted:
             return "once", ""
+        if settings.rules.prompt is None and settings.rules.step is None:
+            return "refresh", "everything is read again: now nothing has to leave the cache"
         if not settings.asks:
             why = f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'
             return "once", why

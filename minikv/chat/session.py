@@ -211,9 +211,9 @@ class ChatSession(Turns):
         """Take back the last `turns` turns, and return them. The documents of the first of them are
         put before the next question. Policy, budget and seed stay as they are now.
 
-        If nothing was evicted, the cache keeps the tokens before these turns. Otherwise the next
-        question recalls them from the tier, or, without one, reads them again. Raises UsageError if
-        there are fewer turns; then nothing changes.
+        The next question recalls what is left of the conversation from the tier, or, without one,
+        reads it again, if these turns may have left a mark on the cache; otherwise the cache is
+        cut. Raises UsageError if there are fewer turns; then nothing changes.
         """
         now, count = self._now, len(self.turns)
         checks.whole("turns", turns)

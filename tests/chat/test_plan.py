@@ -281,6 +281,17 @@ def test_the_answer_of_auto_depends_on_no_clock(
     assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
 
 
+def test_what_was_evicted_is_read_again_once_nothing_leaves_any_more() -> None:
+    session = talked(chat("adakv", 48, reuse="auto"), MILL, "Who?")
+    assert session.engine.kv.stats().evicted
+    session.configure(EvictionConfig.read("full", "none"))
+    notes: list[str] = []
+    for question in ("Why?", "When?"):
+        list(session.ask(question, 3, notice=notes.append))
+    assert [report.reuse for report in session.reports] == ["once", "refresh", "once"]
+    assert notes == ["everything is read again: now nothing has to leave the cache"]
+
+
 def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
     session = talked(chat(reuse="auto"), MILL)
     notes: list[str] = []

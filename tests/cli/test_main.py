@@ -101,7 +101,7 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
     [
         ("ask q --quality 1", "error: --quality is gone: choose --budget; the record"),
         ("chat --preset many-questions", "error: --preset is gone: --policy kvzip"),
-        ("chat --reread-limit=3", "error: --reread-limit is gone: --reuse once never"),
+        ("chat --reread-limit=3", "error: --reread-limit is gone: --reuse once reads"),
         ("eval --csv x", "error: --csv is gone: --json has every figure"),
         ("verify -m x", "error: verify is gone: hf cache verify NAME"),
         ("config path", "error: path is gone: `minikv config show` says which file"),

@@ -220,6 +220,10 @@ class FakeKv:
             {"ids": ids},
         )
 
+    def forget(self, position: int) -> None:
+        self.position = 0
+        self.fed.clear()
+
     def reset(self, rules: Rules) -> None:
         self.check(rules)
         self.configured.append(rules)

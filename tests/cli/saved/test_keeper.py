@@ -163,15 +163,31 @@ def test_a_chat_of_an_earlier_version_opens(home: Path) -> None:
         facts["identity"]["policy_options"] |= {"gate": 0.0, "near": 3}
 
     edit_facts(path, "chat", older)
+    edit_facts(path, "turn", lambda turn: turn["record"]["policy_options"].update(gate=0.0), 1)
     fresh = chat()
     take_up(fresh, "old")
     assert (fresh.eviction, fresh.fed) == (session.eviction, session.fed)
+    assert fresh.report == session.report  # so /continue finds no other policy
     edit_facts(path, "chat", lambda facts: older(facts, policy="queryspan"))
     with pytest.raises(UsageError, match='queryspan is gone: `policy="global-span"`'):
         take_up(chat(), "old")
     fresh = chat("adakv", 40)
     take_up(fresh, "old", given={"policy"}, reread=True)
     assert [turn.question for turn in fresh.turns] == [turn.question for turn in session.turns]
+
+
+def test_a_chat_opens_that_was_left_after_an_undo(home: Path) -> None:
+    """Nothing was cached then, and the next question reads what is left of it."""
+    session = talked()
+    session.undo()
+    assert session.fed == []
+    saved(session, "left").close()
+    fresh = chat()
+    take_up(fresh, "left")
+    assert (fresh.turns, fresh.pending) == (session.turns, session.pending)
+    say(session, "And now?")
+    say(fresh, "And now?")
+    assert fresh.turns[-1].answer == session.turns[-1].answer
 
 
 def test_names_lists_and_the_newest(home: Path) -> None:
