@@ -181,8 +181,10 @@ def apply(session: ChatSession, op: Op) -> None:
         counts = replace(last.report.tokens, generated=last.report.tokens.generated - 1)
         session.turns[-1] = replace(last, answer=text, report=replace(last.report, tokens=counts))
     elif name == "forget":  # the cache is gone, the conversation is not
-        snapshot = session.snapshot()
+        turns, snapshot = session.engine.kv.state.turns, session.snapshot()
         session.restore(replace(snapshot, held=None))
+        if given:  # but it is known where its turns begin
+            session.engine.kv.state = replace(session.engine.kv.state, turns=turns)
     else:
         raise AssertionError(name)
 
@@ -408,7 +410,7 @@ class Machine:
         at = [i for i, op in enumerate(self.script) if op[0] == "ask"][count - turns]
         self.script, cut = self.script[:at], bool(session.fed)
         if not cut and count > turns:  # the cache may be gone, never be another one
-            self.script.append(("forget",))
+            self.script.append(("forget", "undone"))
         twin = self.twin()
         for document in pending:
             if document not in twin.pending:
