@@ -256,6 +256,8 @@ class Situation:
         if not self.said.documents or not self.held.evicted:
             return "once", ""
         if settings.rules.prompt is None and settings.rules.step is None:
+            if not self.held.gaps:  # rows have only slid out of a window
+                return "once", ""
             return "refresh", "everything is read again: now nothing has to leave the cache"
         if not settings.asks:
             why = f'`reuse="auto"` keeps the cache: {policy} does not choose by what is asked'

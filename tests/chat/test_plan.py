@@ -292,6 +292,12 @@ def test_what_was_evicted_is_read_again_once_nothing_leaves_any_more() -> None:
     assert notes == ["everything is read again: now nothing has to leave the cache"]
 
 
+def test_what_slid_out_of_a_window_is_not_read_again() -> None:
+    session = talked(chat("full", reuse="auto", window=64), MILL, "Who?", "Why?")
+    assert session.engine.kv.stats().evicted
+    assert [report.reuse for report in session.reports] == ["once", "once"]
+
+
 def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
     session = talked(chat(reuse="auto"), MILL)
     notes: list[str] = []
