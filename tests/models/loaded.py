@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -20,13 +22,33 @@ from minikv.models.tokenizer import Tokenizer
 from minikv.models.weights import load_network
 
 
-def refused(act: Callable[[], object]) -> ModelError:
-    """The error of a call that is refused: one printable line."""
+def resident(key: str) -> int:
+    """Bytes of this process in memory: VmRSS now, VmHWM at most since the peak was reset."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition(f"{key}:")[2].split()[0]) << 10
+
+
+def refused(
+    act: Callable[[], object],
+    *words: str,
+    code: int | None = None,
+    seconds: float = 2.0,
+    memory: int = 512 << 20,
+) -> ModelError:
+    """The error of a call that is refused: one printable line, which has these words, with this
+    exit code, within so many seconds of this process and so much more memory than it had."""
+    with contextlib.suppress(OSError):  # else the peak is that of the whole run
+        Path("/proc/self/clear_refs").write_text("5")
+    before, began = resident("VmRSS"), time.process_time()
     with pytest.raises(ModelError) as caught:
         act()
+    assert time.process_time() - began < seconds
+    assert resident("VmHWM") - before < memory
     text = str(caught.value)
     assert "\n" not in text
     assert text.isprintable()
+    assert [word for word in words if word not in text] == [], text
+    assert code in (None, caught.value.exit_code), text
     return caught.value
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loaded import refused
 from transformers import GenerationConfig
 
 from minikv.models.config import (
@@ -575,13 +576,7 @@ for line in REFUSED.replace("\\\n", "").strip().splitlines():
 
 @pytest.mark.parametrize(("raw", "code", "word"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
 def test_bad_config(raw: object, code: int, word: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError) as caught:
-        read(tmp_path, raw)
-    assert caught.value.exit_code == code
-    text = str(caught.value)
-    assert word in text
-    assert "\n" not in text
-    assert text.isprintable()
+    refused(lambda: read(tmp_path, raw), word, code=code)
 
 
 NESTED = {"rope_type": "default", "rope_theta": 5e5}
@@ -619,11 +614,8 @@ NESTED = {"rope_type": "default", "rope_theta": 5e5}
 def test_two_bases_are_refused_with_the_one_that_counts(
     given: dict[str, Any], stated: str, hint: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(ModelError) as caught:
-        read(tmp_path, without(LLAMA, "rope_theta") | given)
-    assert caught.value.exit_code == 6
-    assert stated in str(caught.value)
-    assert hint in caught.value.hint
+    error = refused(lambda: read(tmp_path, without(LLAMA, "rope_theta") | given), stated, code=6)
+    assert hint in error.hint
 
 
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
@@ -691,13 +683,10 @@ def test_published_models_have_their_published_size(line: str, tmp_path: Path) -
 
 
 def test_bytes_that_are_not_utf8_and_a_folder_without_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json") as caught:
-        ModelConfig.from_folder(tmp_path)
-    assert caught.value.exit_code == 3
+    error = refused(lambda: ModelConfig.from_folder(tmp_path))
+    assert (error.exit_code, "config.json" in str(error)) == (3, True)
     (tmp_path / "config.json").write_bytes(b'{"model_type": "\xff"}')
-    with pytest.raises(ModelError) as caught:
-        ModelConfig.from_folder(tmp_path)
-    assert caught.value.exit_code == 6
+    refused(lambda: ModelConfig.from_folder(tmp_path), code=6)
 
 
 LIMITS: list[tuple[str, dict[str, Any], float, float]] = [

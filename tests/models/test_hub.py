@@ -121,16 +121,12 @@ REVISIONS = ("../../../etc/passwd", "", "a b", "-x", "\x1b[0m", "/main")
 def test_what_is_no_directory_and_no_hub_id_never_reaches_the_network(
     name: str | Path, revision: str | None, said: str, cache: Path
 ) -> None:
-    error = refused(lambda: resolve(name, revision=revision))
-    assert said in str(error)
-    assert error.exit_code == 3
+    refused(lambda: resolve(name, revision=revision), said, code=3)
 
 
 def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"x")
-    error = refused(lambda: resolve(str(tmp_path / "model.safetensors")))
-    assert error.exit_code == 3
-    assert "is a file, not a model" in str(error)
+    refused(lambda: resolve(str(tmp_path / "model.safetensors")), "is a file, not a model", code=3)
 
 
 def test_a_gguf_file_is_found_by_its_path_and_by_its_form(
@@ -142,8 +138,7 @@ def test_a_gguf_file_is_found_by_its_path_and_by_its_form(
         assert resolve(name).folder == file
     names = ["README.md", "A-Q4_K_M.gguf", "A-Q4_K_S.gguf", "A.q8_0.gguf", "mmproj-A-f16.gguf"]
     fake = FakeHub(monkeypatch, cache, {name: name.encode() for name in names})
-    error = refused(lambda: resolve(REPO))
-    assert "4 GGUF files" in str(error)
+    error = refused(lambda: resolve(REPO), "4 GGUF files")
     assert "owner/name:" in error.hint
     error = refused(lambda: resolve(f"{REPO}:Q4"))
     assert str(error) == "no GGUF files end in 'Q4'"
@@ -173,16 +168,14 @@ def test_a_cached_model_needs_no_network(cache: Path, files: dict[str, bytes]) -
 def test_offline_says_what_is_missing(
     cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = refused(lambda: resolve(REPO, offline=True))
-    assert error.exit_code == 3
-    assert "not in the local cache" in str(error)
+    error = refused(lambda: resolve(REPO, offline=True), "not in the local cache", code=3)
     assert "`offline=True`" in error.hint
     shard = next(name for name in files if name.startswith("model-"))
     put_in_cache(cache, {name: data for name, data in files.items() if name != shard})
     assert shard in str(refused(lambda: resolve(REPO, offline=True)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "offline" in str(refused(lambda: resolve(REPO)))
-    assert "nope" in str(refused(lambda: resolve(REPO, revision="nope")))
+    refused(lambda: resolve(REPO), "offline")
+    refused(lambda: resolve(REPO, revision="nope"), "nope")
 
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
@@ -231,9 +224,7 @@ def test_repositories_without_usable_weights_are_refused_before_the_download(
     names: list[str], word: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeHub(monkeypatch, cache, dict.fromkeys(names, b""))
-    error = refused(lambda: resolve(REPO))
-    assert error.exit_code == 3
-    assert word in str(error)
+    refused(lambda: resolve(REPO), word, code=3)
     assert fake.asked == []
 
 
@@ -280,9 +271,7 @@ def test_every_failure_of_the_hub_in_plain_words(
         monkeypatch.setattr(fake, "model_info", fail)
     else:
         monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    error = refused(lambda: resolve(REPO, revision="v9"))
-    assert error.exit_code == 3
-    assert word in str(error)
+    error = refused(lambda: resolve(REPO, revision="v9"), word, code=3)
     assert "hf_abc" not in str(error) + error.hint
 
 
@@ -300,8 +289,7 @@ def test_a_download_that_lacks_a_file(
 ) -> None:
     del files["tokenizer.json"]
     FakeHub(monkeypatch, cache, files)
-    error = refused(lambda: resolve(REPO))
-    assert "tokenizer.json" in str(error)
+    refused(lambda: resolve(REPO), "tokenizer.json")
 
 
 OFFLINE = """
@@ -463,7 +451,7 @@ def test_a_hub_that_lies_writes_nothing_outside_of_the_cache(
 def test_a_snapshot_of_another_name_is_not_used(cache: Path, files: dict[str, bytes]) -> None:
     """Another program may have let such a hub make it."""
     put_in_cache(cache, files, commit="not-a-commit")
-    assert "not in the local cache" in str(refused(lambda: resolve(REPO, offline=True)))
+    refused(lambda: resolve(REPO, offline=True), "not in the local cache")
 
 
 def test_a_library_that_cannot_be_checked_fetches_nothing(
@@ -471,7 +459,7 @@ def test_a_library_that_cannot_be_checked_fetches_nothing(
 ) -> None:
     fake = FakeHub(monkeypatch, cache, files)
     monkeypatch.delattr(file_download, "_get_metadata_or_catch_error")
-    assert "this version of huggingface-hub" in str(refused(lambda: resolve(REPO)))
+    refused(lambda: resolve(REPO), "this version of huggingface-hub")
     assert fake.asked == []
 
 
@@ -492,11 +480,8 @@ def test_a_link_to_a_file_that_never_came_means_an_unfinished_download(
     assert resolve(REPO, offline=True).folder == snapshot
     (snapshot / lost).unlink(missing_ok=True)
     (snapshot / lost).symlink_to(snapshot.parent.parent / "blobs/never")
-    error = refused(lambda: resolve(REPO, offline=True))
-    assert f"only partly in the local cache ({lost} missing)" in str(error)
-    error = refused(lambda: resolve(snapshot))
-    assert f"{lost} in " in str(error)
-    assert error.exit_code == 3
+    refused(lambda: resolve(REPO, offline=True), f"only partly in the local cache ({lost} missing)")
+    refused(lambda: resolve(snapshot), f"{lost} in ", code=3)
     FakeHub(monkeypatch, cache, files)
 
     def fetched(*_: object, **__: object) -> str:

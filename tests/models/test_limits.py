@@ -16,12 +16,9 @@ from minikv.models import limits, weights
 from minikv.models.errors import ModelTooLarge
 
 
-def test_without_a_limit_nobody_says() -> None:
+def test_what_is_left_counts_as_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
     assert limits.address_space() is None
-
-
-def test_what_is_left_counts_as_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + (64 << 20), -1))
     found = limits.address_space()

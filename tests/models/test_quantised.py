@@ -166,9 +166,7 @@ def test_bad_tensors(
 ) -> None:
     folder = Path(shutil.copytree(written(form)[0], tmp_path / "bad"))
     edit(folder, change)
-    error = refused(lambda: models.load(folder))
-    assert word in str(error)
-    assert error.exit_code == code
+    refused(lambda: models.load(folder), word, code=code)
 
 
 @pytest.mark.parametrize("name", FORMS)

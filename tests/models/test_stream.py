@@ -15,12 +15,7 @@ import vocabularies as v
 from pairwise import some_by_day
 
 from minikv.models.errors import UnsupportedModel
-from minikv.models.stream import (
-    TextStream,
-    byte_level_alphabet,
-    byte_level_bytes,
-    word_piece_bytes,
-)
+from minikv.models.stream import TextStream, byte_level_alphabet, byte_level_bytes, word_piece_bytes
 from minikv.models.tokenizer import Tokenizer
 
 COUNT, MANY = 7_000, 34_000  # by day a part, and all at night: for each of three vocabularies
@@ -108,58 +103,41 @@ def test_byte_level_text_is_that_of_tokenizers(part: float) -> None:
 
 
 def test_alphabet() -> None:
-    assert set(byte_level_alphabet()) == v.alphabet_of_tokenizers()
+    assert {*byte_level_alphabet()} == {*tokenizers.pre_tokenizers.ByteLevel.alphabet()}
     assert sorted(byte_level_alphabet().values()) == list(range(256))
 
 
-def test_a_character_is_held_back_until_it_is_complete() -> None:
-    pieces = [bytes([byte]) for byte in "é🤗".encode()] + [b"a"]
-    stream = TextStream(pieces)
-    assert [stream.push(n) for n in range(7)] == ["", "é", "", "", "", "🤗", "a"]
-    assert stream.flush() == ""
-
-
-@pytest.mark.parametrize("id", [-1, 2, 1 << 40])
-def test_an_id_without_a_piece_has_no_text(id: int) -> None:
-    stream = TextStream([b"a", b""])
-    assert [stream.push(n) for n in (0, id, 1, 0)] == ["a", "", "", "a"]
-
-
-def test_an_unfinished_character_is_one_replacement() -> None:
-    stream = TextStream([b"\xf0\x9f", b"x", b"\xf0\x9f\xa4"])
-    assert [stream.push(0), stream.push(1), stream.push(2)] == ["", "\ufffdx", ""]
-    assert stream.flush() == "\ufffd"
-
-
-def test_a_genuine_replacement_character_at_the_end_is_kept() -> None:
-    stream = TextStream(["\ufffd".encode()])
-    assert stream.push(0) + stream.flush() == "\ufffd"
-
-
 @pytest.mark.parametrize(
-    ("drop", "parts", "text"),
+    ("pieces", "drop", "ids", "deltas"),
     [
-        (True, [b" a", b" b"], "a b"),
-        (True, [b"  a"], " a"),
-        (True, [b" ", b" a"], " a"),
-        (True, [b"", b"\xc3", b"\xa9"], "é"),
-        (True, [b"a", b" b"], "a b"),
-        (False, [b" a", b" b"], " a b"),
+        # A character is held back until it is complete; an unfinished one is one replacement.
+        ([bytes([b]) for b in "é🤗".encode()], False, range(6), ["", "é", "", "", "", "🤗", ""]),
+        ([b"\xf0\x9f", b"x", b"\xf0\x9f\xa4"], False, range(3), ["", "\ufffdx", "", "\ufffd"]),
+        (["\ufffd".encode()], False, [0], ["\ufffd", ""]),
+        # An id without a piece has no text.
+        *(([b"a", b""], False, [0, id, 1, 0], ["a", "", "", "a", ""]) for id in (-1, 2, 1 << 40)),
+        # One leading space is dropped, once.
+        ([b" a", b" b"], True, [0, 1], ["a", " b", ""]),
+        ([b"  a"], True, [0], [" a", ""]),
+        ([b" ", b" a"], True, [0, 1], ["", " a", ""]),
+        ([b"", b"\xc3", b"\xa9"], True, range(3), ["", "", "é", ""]),
+        ([b"a", b" b"], True, [0, 1], ["a", " b", ""]),
+        ([b" a", b" b"], False, [0, 1], [" a", " b", ""]),
     ],
 )
-def test_one_leading_space_is_dropped_once(drop: bool, parts: list[bytes], text: str) -> None:
-    stream = TextStream(parts, drop)
-    assert "".join(stream.push(n) for n in range(len(parts))) + stream.flush() == text
+def test_what_comes_with_each_token(
+    pieces: list[bytes], drop: bool, ids: Iterable[int], deltas: list[str]
+) -> None:
+    stream = TextStream(pieces, drop)
+    assert [*map(stream.push, ids), stream.flush()] == deltas
 
 
-def test_byte_pieces() -> None:
+def test_the_bytes_of_pieces() -> None:
+    """Of byte-level ones one for each character; a word that was added in plain text is what it
+    says."""
     assert word_piece_bytes("<0x0A>") == b"\n"
     assert word_piece_bytes("<0x0A>", byte_fallback=False) == b"<0x0A>"
     assert word_piece_bytes("▁a▁") == b" a "
-
-
-def test_byte_level_pieces() -> None:
-    """One character a byte; a word that was added in plain text is what it says."""
     assert byte_level_bytes("Ġa") == b" a"
     assert byte_level_bytes("Ã©") == "é".encode()
     assert byte_level_bytes("a b") == b"a b"

@@ -562,10 +562,7 @@ LIES: dict[str, tuple[dict[str, Any], str, dict[str, Any] | None, str]] = {
     "SmolLM2, another decoder": (rare(in_bytes(decoder=PIECES)), "", rare(in_bytes()), DECODER),
     "DeepSeek, saved": (as_llama(in_bytes()), "llama", None, "reads texts with Metaspace"),
     "Llama 2's normalizer": (
-        {
-            **as_llama(in_bytes()),
-            **{k: SPACED[k] for k in ("normalizer", "pre_tokenizer")},
-        },
+        {**as_llama(in_bytes()), **{k: SPACED[k] for k in ("normalizer", "pre_tokenizer")}},
         "",
         None,
         "reads texts with Prepend and Replace",
@@ -598,10 +595,7 @@ def test_a_tokenizer_that_does_not_fit_its_vocabulary_is_read_as_that_needs_or_r
     data, family, right, said = LIES[lie]
     folder = v.write_folder(tmp_path / "a", data)
     if right is None:
-        error = loaded.refused(lambda: Tokenizer.from_folder(folder, family=family))
-        assert error.exit_code == 3
-        assert said in str(error)
-        assert ANOTHER in str(error)
+        loaded.refused(lambda: Tokenizer.from_folder(folder, family=family), said, ANOTHER, code=3)
         return
     tokenizer = Tokenizer.from_folder(folder, family=family)
     honest = Tokenizer.from_folder(v.write_folder(tmp_path / "b", right), family=family)
@@ -928,8 +922,7 @@ def test_what_would_take_memory_or_time_is_refused_before_the_library_sees_it(
     changes, message = TOO_MUCH[name]
     folder = v.write_folder(tmp_path, {**v.byte_level_json(v.LLAMA_3, 1000), **changes})
     monkeypatch.delattr("tokenizers.Tokenizer.from_str")
-    with pytest.raises(CorruptModel, match=message):
-        Tokenizer.from_folder(folder)
+    loaded.refused(lambda: Tokenizer.from_folder(folder), message, code=6)
 
 
 def test_special_tokens_that_other_files_name_have_the_same_limits(
@@ -991,10 +984,7 @@ def test_a_panic_for_some_text_is_an_error_of_the_file(tmp_path: Path, part: str
 
 
 def test_what_the_library_says_is_cut_before_it_is_held() -> None:
-    with (
-        pytest.raises(CorruptModel) as caught,
-        vocabulary.library_errors("t", "damaged"),
-    ):
+    with pytest.raises(CorruptModel) as caught, vocabulary.library_errors("t", "damaged"):
         raise ValueError("x" * 1_000_000)
     assert len(str(caught.value)) < 300
     assert len(repr(caught.value.__cause__)) < 300
@@ -1108,10 +1098,9 @@ DAMAGED = [
 def test_a_damaged_tekken_json_is_refused_in_one_line(tmp_path: Path, said: str) -> None:
     for content in BAD_TEKKENS[said]:
         (tmp_path / "tekken.json").write_bytes(content)
-        error = loaded.refused(lambda: Tokenizer.from_folder(tmp_path))
-        assert error.exit_code == 6
+        # A million ways to join pieces take one second to count, and two beside other processes.
+        error = loaded.refused(lambda: Tokenizer.from_folder(tmp_path), said, code=6, seconds=4)
         assert str(error).startswith("tekken.json")
-        assert said in str(error)
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGED)
@@ -1119,8 +1108,5 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes) -> N
     if not name.startswith("tokenizer."):
         v.write_folder(tmp_path, "v1")
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(CorruptModel) as caught:
-        Tokenizer.from_folder(tmp_path)
-    assert caught.value.exit_code == 6
-    assert name in str(caught.value) or "added token" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    error = loaded.refused(lambda: Tokenizer.from_folder(tmp_path), code=6)
+    assert name in str(error) or "added token" in str(error)

@@ -42,11 +42,7 @@ def use_fake(pace: float) -> None:
             template = ThinkML(tokenizer, opens=False)
             engine.length, engine.script = 1 << 20, [*answer.encode(), END]
         return ChatSession(
-            engine,
-            tokenizer,
-            template,
-            replace(settings, reuse="once"),
-            max_context=4096,
+            engine, tokenizer, template, replace(settings, reuse="once"), max_context=4096
         )  # type: ignore[arg-type]
 
     minikv.cli.chat.turn.build = build

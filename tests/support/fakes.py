@@ -214,10 +214,7 @@ class FakeKv:
         none, rows = torch.zeros((1, 1), dtype=torch.int64), len(self.fed)
         some, ids = none + rows, torch.tensor(self.fed, dtype=torch.int64)
         return CacheSnapshot(
-            State(self.position),
-            (0, rows),
-            Layout(none, some, some, some, none - 1),
-            {"ids": ids},
+            State(self.position), (0, rows), Layout(none, some, some, some, none - 1), {"ids": ids}
         )
 
     def forget(self, position: int) -> None:

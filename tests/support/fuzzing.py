@@ -23,24 +23,53 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import ggufs
+import test_config
+import torch
+import vocabularies as v
+from checkpoints import Spec
+from quantising import FORMS
+from safetensors.torch import save
+from small_chat import chat, say
+from sqlite_calls import edit, edit_facts
+
+from minikv.cache.tier_file import FileRows, Header, sealed
+from minikv.cache.tier_rows import TierError
+from minikv.cli.chat import kept
+from minikv.cli.eval.items import read_items
+from minikv.cli.saved.keeper import Keeper
+from minikv.cli.saved.listing import damage, listing
+from minikv.cli.saved.transcript import held, read_cache, read_from, resumed
+from minikv.cli.screen.editor import HistoryFile
+from minikv.cli.screen.terminal import Terminal
+from minikv.cli.settings import config as settings
+from minikv.errors import UsageError
+from minikv.models.checkpoint import read_header
+from minikv.models.config import ModelConfig
+from minikv.models.errors import ModelError
+from minikv.models.files import parse_json, weight_map
+from minikv.models.gguf import Gguf
+from minikv.models.quantised import Matrix, stored
+from minikv.models.templates import _own_template
+from minikv.models.tokenizer import Tokenizer
+from minikv.settings import Settings
+
 SECONDS = 2.0
 GROWTH = 512 << 20  # bytes by which the peak of this process may grow with one input
-
-Write = Callable[[bytes], None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kind of file. `seeds`: good ones. `read(data)` writes and reads one. `refusals`: what it
-    may raise. `share`: how much of a run it gets. `tree`: the seeds are JSON."""
+    """One kind of file. `seeds`: good ones. `read(data)` writes and reads one. `share`: how much of
+    a run it gets. `tree`: the seeds are JSON. `refusals`: what it may raise."""
 
     name: str
     seeds: tuple[bytes, ...]
     read: Callable[[bytes], object]
-    refusals: tuple[type[BaseException], ...]
     share: float = 1.0
     tree: bool = True
     lines: bool = False
+    refusals: tuple[type[BaseException], ...] = (ModelError,)
 
 
 @dataclass
@@ -84,28 +113,14 @@ def mutated(draw: random.Random, target: Target) -> bytes:
 
 
 def _bytes(draw: random.Random, data: bytes) -> bytes:
-    at = draw.randrange(len(data) + 1)
-    end = min(len(data), at + draw.choice((1, 2, 4, 16, 200)))
-    kind = draw.randrange(9)
-    if kind == 0 and data:
-        at = min(at, len(data) - 1)
-        return data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1 :]
-    if kind == 1:
-        return data[:at] + draw.randbytes(end - at) + data[end:]
-    if kind == 2:
-        return data[:at] + data[end:]
-    if kind == 3:
-        return data[:at] + data[at:end] * draw.choice((2, 3, 50)) + data[end:]
-    if kind == 4:
-        return data[:at]
-    if kind == 5:
-        return data[:at] + draw.choice(_TEXTS) + data[at:]
-    if kind == 6:
-        return data[:at] + draw.choice(_TEXTS) + data[end:]
-    if kind == 7:
-        other = draw.randrange(len(data) + 1)
-        return data[:at] + data[other : other + end - at] + data[end:]
-    return data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+    """Some bytes leave, and others come in their place; one in ten times the file ends there."""
+    at, other = draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)
+    end = min(len(data), at + draw.choice((0, 1, 1, 2, 4, 16, 200)))
+    new = (
+        *(draw.randbytes(end - at), draw.randbytes(1), b"", draw.choice(_TEXTS)),
+        *(data[at:end] * draw.choice((2, 3, 50)), data[other : other + end - at]),
+    )
+    return data[:at] + draw.choice(new) + (b"" if draw.random() < 0.1 else data[end:])
 
 
 def _tree(draw: random.Random, data: bytes, lines: bool) -> bytes:
@@ -210,18 +225,11 @@ def _putting(path: Path, read: Callable[[], object]) -> Callable[[bytes], object
     return one
 
 
+def _json(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
 def _models(folder: Path) -> list[Target]:
-    import ggufs
-    import test_config
-    from checkpoints import Spec
-
-    from minikv.models.checkpoint import read_header
-    from minikv.models.config import ModelConfig
-    from minikv.models.errors import ModelError
-    from minikv.models.files import weight_map
-
-    refusals = (ModelError,)
-
     def entry(start: int, end: int, shape: list[int]) -> dict[str, Any]:
         return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
 
@@ -233,44 +241,38 @@ def _models(folder: Path) -> list[Target]:
 
     shards = {f"layer.{i}": f"model-0000{i % 3}-of-00003.safetensors" for i in range(9)}
     index = {"metadata": {"total_size": 123}, "weight_map": shards}
+    llama, yarn = test_config.LLAMA, {"rope_type": "yarn", "factor": 4.0}
     configs = (
-        test_config.LLAMA,
-        test_config.MISTRAL,
-        test_config.QWEN,
-        test_config.MISTRAL3,
+        *(llama, test_config.MISTRAL, test_config.QWEN, test_config.MISTRAL3),
         *test_config.OTHERS.values(),
-        test_config.LLAMA | {"rope_scaling": test_config.LLAMA3},
-        test_config.LLAMA
-        | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 512},
-        test_config.LLAMA | {"quantization_config": {"quant_method": "gptq"}, "auto_map": {}},
+        llama | {"rope_scaling": test_config.LLAMA3},
+        llama | {"rope_scaling": yarn, "max_position_embeddings": 512},
+        llama | {"quantization_config": {"quant_method": "gptq"}, "auto_map": {}},
     )
-    own, generation = (
-        "generation",
-        b'{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}',
-    )
-    (folder / own).mkdir(parents=True)
-    (folder / own / "config.json").write_bytes(_json(test_config.LLAMA))
-
-    def sound(path: Path) -> None:
-        """What is accepted can be computed with."""
-        config = ModelConfig.from_folder(path.parent)
-        assert config.heads % config.kv_heads == config.head_dim % 2 == 0
-        assert len(config.windows) == config.layers
-        assert all(window is None or window > 0 for window in config.windows)
-        assert config.max_context > 0
-        assert config.rope.theta >= 1
+    generation = b'{"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": true}'
 
     def configured(name: str) -> Callable[[bytes], object]:
-        return _putting(folder / name, lambda: sound(folder / name))
+        """What is accepted can be computed with."""
 
-    from minikv.models.gguf import Gguf
+        def sound() -> None:
+            config = ModelConfig.from_folder((folder / name).parent)
+            assert config.heads % config.kv_heads == config.head_dim % 2 == 0
+            assert len(config.windows) == config.layers
+            assert all(window is None or window > 0 for window in config.windows)
+            assert config.max_context > 0
+            assert config.rope.theta >= 1
 
+        return _putting(folder / name, sound)
+
+    configured("other/config.json")  # makes the folder
+    (folder / "other/config.json").write_bytes(_json(llama))
     whole = ggufs.model(folder / "gguf", Spec(hidden=32, heads=2, kv_heads=1, vocab=110, layers=1))
+    gguf = whole.read_bytes()
+    weights = gguf.rindex(b"output_norm.weight") + 64  # nothing reads them
 
     def read() -> object:
         made = Gguf(folder / "fuzz.gguf")
-        config = made.config()
-        return made.checkpoint().dtype, made.template(made.tokenizer(config))
+        return made.checkpoint().dtype, made.template(made.tokenizer(made.config()))
 
     def spanned() -> None:
         """The tensors of a header that is accepted fill the file."""
@@ -281,45 +283,22 @@ def _models(folder: Path) -> list[Target]:
         assert spans[-1][1] == file.stat().st_size
 
     shard = _putting(folder / "model.safetensors", spanned)
+    mapped = _putting(folder / "i.json", lambda: weight_map(folder / "i.json"))
+    blank = gguf[:weights] + bytes(len(gguf) - weights)
     return [
-        Target("header", (_json(header),), lambda d: shard(framed(d)), refusals),
-        Target("gguf", (_cut(whole),), _putting(folder / "fuzz.gguf", read), refusals, 1, False),
-        Target("header's bytes", (framed(_json(header)),), shard, refusals, 1, False),
-        Target(
-            "index",
-            (_json(index),),
-            _putting(folder / "i.json", lambda: weight_map(folder / "i.json")),
-            refusals,
-        ),
-        Target("config", tuple(map(_json, configs)), configured("hf/config.json"), refusals, 3),
-        Target("params", (_json(test_config.PARAMS),), configured("own/params.json"), refusals),
-        Target(
-            "generation_config", (generation,), configured(f"{own}/{own}_config.json"), refusals
-        ),
+        Target("header", (_json(header),), lambda d: shard(framed(d))),
+        Target("gguf", (blank,), _putting(folder / "fuzz.gguf", read), tree=False),
+        Target("header's bytes", (framed(_json(header)),), shard, tree=False),
+        Target("index", (_json(index),), mapped),
+        Target("config", tuple(map(_json, configs)), configured("hf/config.json"), 3),
+        Target("params", (_json(test_config.PARAMS),), configured("own/params.json")),
+        Target("generation_config", (generation,), configured("other/generation_config.json")),
     ]
-
-
-def _cut(path: Path) -> bytes:
-    """The header of a GGUF file, and zeros for its weights, which nothing reads."""
-    data = path.read_bytes()
-    end = data.rindex(b"output_norm.weight") + 64
-    return data[:end] + bytes(len(data) - end)
 
 
 def _quantised(folder: Path) -> Target:
     """One quantised matrix with its settings as JSON: {"config": .., "parts": {name: [dtype, shape,
     bytes as Latin-1]}}. The file is made from it, with as many bytes as the shapes ask for."""
-    import test_config
-    import torch
-    from quantising import FORMS
-    from safetensors.torch import save
-
-    from minikv.models.checkpoint import read_header
-    from minikv.models.config import ModelConfig
-    from minikv.models.errors import ModelError
-    from minikv.models.files import parse_json
-    from minikv.models.quantised import Matrix, stored
-
     sizes = {"F32": 4, "I32": 4, "F16": 2, "U8": 1, "I8": 1, "F8_E4M3": 1}
     folder.mkdir(parents=True)
     file, config = folder / "m.safetensors", folder / "config.json"
@@ -329,8 +308,8 @@ def _quantised(folder: Path) -> Target:
         file.write_bytes(save({f"m.{tail}": part for tail, part in made.items()}))
         data = file.read_bytes()
         parts = {
-            tail: [e.dtype, list(e.shape), data[e.start :][: e.size].decode("latin-1")]
-            for tail, e in ((n[2:], entry) for n, entry in read_header(file).items())
+            name[2:]: [e.dtype, list(e.shape), data[e.start :][: e.size].decode("latin-1")]
+            for name, e in read_header(file).items()
         }
         return _json({"config": FORMS[name].config, "parts": parts})
 
@@ -339,17 +318,13 @@ def _quantised(folder: Path) -> Target:
         parts, header, body = value.get("parts"), dict[str, Any](), b""
         for tail, part in parts.items() if isinstance(parts, dict) else ():
             dtype, shape, text = [*part, 0, 0, 0][:3] if isinstance(part, list) else (part, [], "")
-            content, count = (
-                str(text).encode("latin-1", "replace") or b"<",
-                sizes.get(str(dtype), 8),
-            )
+            content, count = str(text).encode("latin-1", "replace"), sizes.get(str(dtype), 8)
             for size in shape if isinstance(shape, list) else ():
                 count *= size if isinstance(size, int) and 0 <= size < 1 << 12 else 1
             count = min(count, 1 << 20)
-            content = (content * (count // len(content) + 1))[:count]
             spans = [len(body), len(body) + count]
             header[f"m.{tail}"] = {"dtype": dtype, "shape": shape, "data_offsets": spans}
-            body += content
+            body += content[:count].ljust(count, b"<")
         raw = _json(header)
         file.write_bytes(len(raw).to_bytes(8, "little") + raw + body)
         config.write_bytes(_json(test_config.LLAMA | {"quantization_config": value.get("config")}))
@@ -362,21 +337,10 @@ def _quantised(folder: Path) -> Target:
                 assert len(made) == 32
 
     names = ("awq", "gptq desc_act", "fp8 blocks", "nf4 nested", "llm.int8")
-    return Target("quantised", tuple(map(seed, names)), read, (ModelError,))
-
-
-def _json(value: object) -> bytes:
-    return json.dumps(value).encode()
+    return Target("quantised", tuple(map(seed, names)), read)
 
 
 def _tokenizers(folder: Path) -> list[Target]:
-    import vocabularies as v
-
-    from minikv.models.errors import ModelError
-    from minikv.models.templates import _own_template
-    from minikv.models.tokenizer import Tokenizer
-
-    refusals = (ModelError,)
     small = v.byte_level_json(entries=270, count=8)
     pieces = v.vendor_file("v1").read_bytes()
     starts = [0]
@@ -395,46 +359,29 @@ def _tokenizers(folder: Path) -> list[Target]:
         "eos_token": {"content": "<|eot_id|>", "lstrip": False},
         "additional_special_tokens": ["<|eom_id|>", {"content": "<|x|>"}],
         "added_tokens_decoder": {"300": {"content": "<|y|>", "special": True}},
-        "add_bos_token": True,
-        "legacy": False,
+        **{"add_bos_token": True, "legacy": False},
         "chat_template": [{"name": "default", "template": "{{ messages }}"}],
     }
     marks = {"bos_token": {"content": "<s>"}, "additional_special_tokens": ["<|eom_id|>"]}
     made = []
     for name, seed, share in (
-        ("tokenizer.json", json.dumps(small).encode(), 1.0),
-        ("tokenizer_config.json", json.dumps(config).encode(), 1.0),
-        ("special_tokens_map.json", json.dumps(marks).encode(), 0.5),
+        ("tokenizer.json", _json(small), 1.0),
+        ("tokenizer_config.json", _json(config), 1.0),
+        ("special_tokens_map.json", _json(marks), 0.5),
         ("added_tokens.json", b'{"<|y|>": 300, "<|z|>": 301}', 0.5),
         ("chat_template.json", b'{"chat_template": "{{ messages }}"}', 0.5),
         ("tokenizer.model", short, 0.3),
-        ("tekken.json", json.dumps(v.tekken(270)).encode(), 0.5),
+        ("tekken.json", _json(v.tekken(270)), 0.5),
     ):
         place = folder / name
-        alone = name in ("tokenizer.model", "tekken.json")
-        if alone:
-            place.mkdir(parents=True)
-        elif name != "tokenizer.json":
-            v.write_folder(place, small)
         read = _putting(place / name, lambda place=place: spoken(place))
-        made.append(Target(name, (seed,), read, refusals, share, name != "tokenizer.model"))
+        if name not in ("tokenizer.json", "tokenizer.model", "tekken.json"):
+            v.write_folder(place, small)
+        made.append(Target(name, (seed,), read, share, name != "tokenizer.model"))
     return made
 
 
 def _chats(folder: Path) -> list[Target]:
-    from small_chat import chat, say
-    from sqlite_calls import edit, edit_facts
-
-    from minikv.cache.tier_file import FileRows, Header, sealed
-    from minikv.cache.tier_rows import TierError
-    from minikv.cli.chat import kept
-    from minikv.cli.saved.keeper import Keeper
-    from minikv.cli.saved.listing import damage, listing
-    from minikv.cli.saved.transcript import held, read_cache, read_from, resumed
-    from minikv.cli.screen.terminal import Terminal
-    from minikv.errors import UsageError
-    from minikv.settings import Settings
-
     session, keeper = chat(system="be brief", seed=4), Keeper(Terminal())
     session.attach("A mill stands by the river. " * 8, "mill.txt")
     say(session, "Who owns it?")
@@ -443,14 +390,19 @@ def _chats(folder: Path) -> list[Target]:
     place = keeper.save(session, "one") / "chat.db"
     keeper.close()
     whole = place.read_bytes()
-    with sqlite3.connect(place) as db:
+    with closing(sqlite3.connect(place)) as db:
         ((facts,),) = db.execute("SELECT facts FROM chat")
         ((turn,),) = db.execute("SELECT facts FROM turn WHERE number = 0")
         ((cache,),) = db.execute("SELECT data FROM cache")
-    db.close()
+
+    def database(data: bytes) -> None:
+        """Read as by `minikv chats` and `Keeper.load`."""
+        for name in ("chat.db-journal", "chat.db-wal", "chat.db-shm"):
+            (place.parent / name).unlink(missing_ok=True)
+        place.write_bytes(data)
+        used()
 
     def used() -> None:
-        """As by `minikv chats` and `Keeper.load`."""
         listing()
         resumed(Settings(), "one", ())
         with closing(held("one")) as file, damage("one"):
@@ -461,24 +413,18 @@ def _chats(folder: Path) -> list[Target]:
             one.report.lines()
             one.report.to_dict()
 
-    def database(data: bytes) -> None:
-        for name in ("chat.db-journal", "chat.db-wal", "chat.db-shm"):
-            (place.parent / name).unlink(missing_ok=True)
-        place.write_bytes(data)
-        used()
-
-    def row(table: str, at: int) -> Callable[[bytes], None]:
+    def row(table: str) -> Callable[[bytes], None]:
         def one(data: bytes) -> None:
             place.write_bytes(whole)
             value = data if table == "cache" else data.decode("utf-8", "replace")
-            edit(place, table, lambda values: values.__setitem__(at, value))
+            edit(place, table, lambda values: values.__setitem__(0, value))
             if table == "cache":
                 edit_facts(place, "chat", lambda facts: facts.update(cache=len(data)))
             used()
 
         return one
 
-    record = row("cache", 0)
+    record = row("cache")
 
     def state(data: bytes) -> None:
         """The cache's own header, in a file that is whole."""
@@ -486,21 +432,17 @@ def _chats(folder: Path) -> list[Target]:
 
     length = int.from_bytes(cache[:8], "little")
     top = json.loads(cache[8 : 8 + length])
-    inner = json.loads(top["__metadata__"]["state"])
 
     def inside(data: bytes) -> None:
         text = data.decode("utf-8", "replace")
-        state(json.dumps(top | {"__metadata__": {**top["__metadata__"], "state": text}}).encode())
+        state(_json(top | {"__metadata__": {**top["__metadata__"], "state": text}}))
 
     tier = folder / "tier.kv"
-    import torch
-
     made = FileRows.create(tier, Header(2, 2, {"k": (torch.float32, (8,))}, {"model": "x"}))
     made.kept = True
     made.reserve(8, 0)
     for layer in range(2):
-        rows = {"k": made.read(layer, 8)["k"][:, :8]}
-        made.write(layer, 0, rows)
+        made.write(layer, 0, {"k": made.read(layer, 8)["k"][:, :8]})
     made.commit(8, list(range(8)))
     made.close()
     stated_tier = (tier / "manifest").read_bytes().split(b"\n", 1)[1]
@@ -510,49 +452,37 @@ def _chats(folder: Path) -> list[Target]:
         (tier / "manifest").write_bytes(sealed(data))
         FileRows.open(tier).close()
 
+    usage = (UsageError,)
+    inner = top["__metadata__"]["state"].encode()
     return [
-        Target("chat.db", (whole,), database, (UsageError,), 1, False),
-        Target("a chat's facts", (facts.encode(),), row("chat", 0), (UsageError,), 0.5),
-        Target("a turn's facts", (turn.encode(),), row("turn", 0), (UsageError,), 0.5),
-        Target("a chat's cache", (cache,), record, (UsageError,), 0.3, False),
-        Target("its header", (cache[8 : 8 + length],), state, (UsageError,), 0.5),
-        Target("its state", (json.dumps(inner).encode(),), inside, (UsageError,), 0.5),
-        Target("a tier's manifest", (stated_tier,), manifest, (TierError,), 0.3),
+        Target("chat.db", (whole,), database, tree=False, refusals=usage),
+        Target("a chat's facts", (facts.encode(),), row("chat"), 0.5, refusals=usage),
+        Target("a turn's facts", (turn.encode(),), row("turn"), 0.5, refusals=usage),
+        Target("a chat's cache", (cache,), record, 0.3, tree=False, refusals=usage),
+        Target("its header", (cache[8 : 8 + length],), state, 0.5, refusals=usage),
+        Target("its state", (inner,), inside, 0.5, refusals=usage),
+        Target("a tier's manifest", (stated_tier,), manifest, 0.3, refusals=(TierError,)),
     ]
 
 
 def _texts(folder: Path) -> list[Target]:
-    from minikv.cli.eval.items import read_items
-    from minikv.cli.screen.editor import HistoryFile
-    from minikv.cli.settings import config
-    from minikv.errors import UsageError
-
-    refusals = (UsageError,)
     toml = (
         b'budget = "20%"\ntemperature = 0.7\nseed = 7\npolicy = "adakv"\nquiet = true\n'
         b'stop = ["a", "b"]\nmodel = "fast"\nthreads = 2\n'
         b'[aliases]\nfast = "owner/model"\n'
     )
     asked = {"input": "A key is 17.\nWhat is it?", "outputs": ["17"], "answer_prefix": "It is"}
-
-    def items(name: str) -> Callable[[bytes], object]:
-        return _putting(folder / name, lambda: list(read_items(folder / name)))
-
-    def typed(data: bytes) -> object:
-        path = folder / "history"
-        path.write_bytes(data)
-        return list(HistoryFile(path).load_history_strings())
-
     history = b"\n# a date\n+a\n+b c\n\n# another\n+\xc3\xa9\n"
+    usage = (UsageError,)
+
+    def put(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
+        return _putting(folder / name, lambda: read(folder / name))
+
+    loaded = put("minikv.toml", lambda _: settings.load({}, folder))
+    items = put("niah_1.jsonl", lambda path: list(read_items(path)))
+    typed = put("history", lambda path: list(HistoryFile(path).load_history_strings()))
     return [
-        Target(
-            "minikv.toml",
-            (toml,),
-            _putting(folder / "minikv.toml", lambda: config.load({}, folder)),
-            refusals,
-            2,
-            False,
-        ),
-        Target("records", (_json(asked) + b"\n",), items("niah_1.jsonl"), refusals, lines=True),
-        Target("history", (history,), typed, (), 0.3, False),
+        Target("minikv.toml", (toml,), loaded, 2, tree=False, refusals=usage),
+        Target("records", (_json(asked) + b"\n",), items, lines=True, refusals=usage),
+        Target("history", (history,), typed, 0.3, tree=False, refusals=()),
     ]

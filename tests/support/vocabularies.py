@@ -8,13 +8,9 @@ the descriptions of the formats, so that one format can be checked against anoth
 from __future__ import annotations
 
 import base64
-import contextlib
-import hashlib
 import json
-import os
 import random
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -52,40 +48,6 @@ FORMATS = "llama-2 llama-3 mistral-v1 mistral-v3 mistral-v7 chatml zephyr plain"
 """Names of built-in chat formats."""
 
 
-KEPT = Path(__file__).parents[2] / "build" / "vocabularies"
-
-
-def _kept(make: Callable[..., str]) -> Callable[..., str]:
-    """What `make` returns also stays in a file: it takes seconds, and every worker of every run
-    needs it. One that was made by another version of what it depends on is made anew."""
-
-    @cache
-    @wraps(make)
-    def read(*given: Any) -> str:
-        name = hashlib.sha256(repr(given).encode()).hexdigest()[:16]
-        path = KEPT / f"{make.__name__}-{name}.json"
-        data = files("mistral_common") / "data"
-        facts = (
-            Path(__file__).read_bytes(),
-            sorted(byte_level_alphabet().items()),
-            sorted((f.name, f.stat().st_size) for f in Path(str(data)).iterdir()),
-        )
-        key = hashlib.sha256(repr(facts).encode()).hexdigest()
-        with contextlib.suppress(OSError, ValueError):
-            found, _, text = path.read_text("utf-8").partition("\n")
-            if found == key:
-                return text
-        text = make(*given)
-        with contextlib.suppress(OSError):
-            KEPT.mkdir(parents=True, exist_ok=True)
-            part = path.with_suffix(f".{os.getpid()}")
-            part.write_text(f"{key}\n{text}", "utf-8")
-            part.replace(path)
-        return text
-
-    return read
-
-
 def vendor_file(version: str) -> Path:
     return Path(str(files("mistral_common"))) / "data" / _FILES.get(version, version)
 
@@ -100,7 +62,7 @@ def added(id: int, content: str, **flags: bool) -> dict[str, Any]:
     return {"id": id, "content": content, **usual, "special": True, **flags}
 
 
-@_kept
+@cache
 def _word_pieces(version: str) -> str:
     """The sentencepiece file as the tokenizer.json that transformers 4 published."""
     model = vendor(version)
@@ -157,7 +119,7 @@ def first_json(version: str) -> dict[str, Any]:
 TEKKEN_SPECIALS = 1000
 
 
-@_kept
+@cache
 def _first_ranks(count: int) -> str:
     """The vendor's tekken.json, cut."""
     data = json.loads(vendor_file(TEKKEN).read_text("utf-8"))
@@ -189,7 +151,7 @@ def _tekken(version: str) -> tuple[str, list[bytes]]:
     return data["config"]["pattern"], ranks
 
 
-@_kept
+@cache
 def _byte_level(specials: tuple[str, ...], entries: int, count: int, version: str = TEKKEN) -> str:
     pattern, ranks = _tekken(version)
     ranks = ranks[:entries]
@@ -302,7 +264,3 @@ def random_text(rng: random.Random, extra: tuple[str, ...] = (), longest: int = 
             parts.append(chr(code) * rng.choice([1, 1, 2, 5]))
         parts.append(rng.choice(_GAPS))
     return "".join(parts)
-
-
-def alphabet_of_tokenizers() -> set[str]:
-    return set(pre_tokenizers.ByteLevel.alphabet())
