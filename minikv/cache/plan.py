@@ -461,7 +461,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         projected = 0
         if evidence.projects:
             weights = 4 * some * group * size * wide if item < 4 else 0
-            projected = 4 * wide * min(_PROJECTED, some * rows) + queries + weights
+            projected = 4 * wide * min(_PROJECTED, some * rows) + weights
         vectors = _vectors(setup, rows)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
         # The compared vectors are read first.
@@ -543,6 +543,9 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
     layer = _most_of_a_layer(chosen, setup, state) + 4 * rows // shape.layers
     fixed = kept - cost.text + _pool(plan) + 8 * plan.tokens + noted + scores
     scoring = 40 * heads * plan.tokens + _vectors(setup, plan.tokens)
+    if setup.kv == torch.int8:  # a layer's earlier rows, as numbers of the network
+        most = int(plan.before.held.held.max())
+        scoring += heads * most * (2 * shape.head_dim * setup.dtype.itemsize + 4)
     return fixed + max(cost.text + scoring, layer)
 
 

@@ -90,8 +90,9 @@ class SecondPass(Prefill):
     def _reread(self) -> None:
         """The prompt was read: from now on the tier provides all of its rows."""
         if not self.scoring:
-            # These are the last layer that was read: a third one in addition to the tier's two.
-            self._key = self._value = self._key.new_empty((0, *self._key.shape[1:]))
+            # Of the last layer that was read: a third one in addition to the tier's two.
+            self._key = self._value = self._tail = self._key.new_empty((0, *self._key.shape[1:]))
+            self._old = self._mass = self._squares = None
             self.tier.reread(self.plan.tokens)
             self.scoring = True
 

@@ -162,8 +162,11 @@ CASES: list[Case] = [
     ("snapkv+critical", "none", 0, None, NOTHING),
     ("snapkv+global", "none", 0, None, NOTHING),
     ("kvzip", "none", 0, None, NOTHING),
+    ("kvzip", "h2o", 0, torch.int8, NOTHING),
+    ("kvzip", "h2o", 0, None, SLIDING),
     ("global-span+uniform", "none", 0, None, NOTHING),
     ("defensive+global", "none", 0, None, NOTHING),
+    ("defensive", "none", 0, None, NOTHING, (1, 8)),
     ("adakv", "hashevict", 0, None, NOTHING),
     ("full", "scissorhands", 0, None, NOTHING),
     ("roco", "auto", 16, None, NOTHING),
@@ -187,7 +190,6 @@ CASES: list[Case] = [
 # exist at once.
 LOOSE = {
     ("roco", "auto", 32, None, NOTHING): (1.05, 1.07),
-    ("defensive+global", "none", 0, None, NOTHING): (1.08, 1.08),
 }
 
 
