@@ -20,7 +20,7 @@ from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import ADVANCED, Generation, Settings, settings_of
 
 _SERVED = (
-    f"{MODEL} keep_packed policy budget decode stride kv reuse tier tier_dtype remember "
+    f"{MODEL} policy budget decode stride kv reuse tier tier_dtype remember "
     "fidelity options seed threads kernels"
 )
 """The settings of a server: the others are of one conversation."""
@@ -126,7 +126,7 @@ def evaluate(
     settings: Annotated[
         Settings,
         Only(
-            f"{MODEL} keep_packed threads policy budget decode stride kv tier_dtype options seed",
+            f"{MODEL} threads policy budget decode stride kv tier_dtype options seed",
             list_of("policy", "global-span,adakv,streaming"),
             list_of("budget", "128,256"),
             list_of("decode", "auto"),

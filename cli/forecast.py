@@ -65,10 +65,9 @@ class Forecast:
 
     token_bytes, full: of a cache without eviction, as in the turn record. kept: the format of the
     matrices: a value of --weights, or plain. workspace: an estimate of the network's memory in
-    addition to weights and cache. loading: the most that loading the weights takes at once. disk:
-    of packed weights that the first start stores. tier, tier_int8: the tier for a later question,
-    by --tier-dtype; 0 if nothing is evicted that could be recalled. remembered: the prompt on disk,
-    for later chats.
+    addition to weights and cache. loading: the most that loading the weights takes at once. tier,
+    tier_int8: the tier for a later question, by --tier-dtype; 0 if nothing is evicted that could be
+    recalled. remembered: the prompt on disk, for later chats.
     """
 
     model: str
@@ -90,7 +89,6 @@ class Forecast:
     free: int | None
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    disk: int
     tier: int
     tier_int8: int
     remembered: int
@@ -122,7 +120,6 @@ class Planner:
         from minikv.chat.fitting import Machine, likely, tier_beside
         from minikv.loader import shape_of
         from minikv.models import config_of, dtype_of, weights
-        from minikv.models.packed import LEAST
 
         self.settings, self.memory = settings, memory
         self.folder = folder or config_folder(settings)
@@ -138,9 +135,6 @@ class Planner:
         self.notes += weights.form_notes(self.config, form)
         self.weights = weights.weight_bytes(self.config, self.dtype, form)
         self.loading = weights.loading_bytes(self.config, self.dtype, form)
-        kept = self.packed and not (self.config.stored or self.gpu or settings.keep_packed == "off")
-        disk = weights.packed_bytes(self.config, form) if kept else 0
-        self.disk = disk if disk >= LEAST else 0
         self.free = weights.free_memory(self.device) if memory is None else memory
         self.left = None if self.free is None else max(0, self.free - self.weights)
         self.shape = shape = shape_of(self.config)
@@ -244,7 +238,6 @@ class Planner:
             free=self.free,
             rows=tuple(rows),
             notes=tuple(dict.fromkeys(self.notes)),
-            disk=self.disk,
             tier=same * recalls,
             tier_int8=int8 * recalls,
             remembered=remembers * (int8 if self.settings.tier_dtype == "int8" else same),

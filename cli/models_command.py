@@ -1,15 +1,13 @@
-"""`minikv models`: lists the bundled model, those in the Hugging Face cache, and packed weights;
-downloads and removes them."""
+"""`minikv models`: lists the models on this disk, downloads and removes those of the Hugging Face
+cache."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,21 +22,19 @@ from minikv.cli.screen.text import clean, cut, grid
 from minikv.cli.settings.config import BUNDLED
 from minikv.cli.settings.flags import Call, Json, Only, Yes, command, group
 from minikv.errors import UsageError
-from minikv.models import packed_files, places
-from minikv.models.packed_files import PackedFile
+from minikv.models import places
 from minikv.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     """A model on this disk. state: "ready", or why it cannot be loaded. bytes: of its files.
-    packed: bytes of its packed weights. form: that of quantised weights; "" if they are plain."""
+    form: that of quantised weights; "" if they are plain."""
 
     name: str
     bytes: int
     state: str
     folder: str
-    packed: int = 0
     form: str = ""
 
 
@@ -62,16 +58,14 @@ def listed(call: Call, as_json: Json = False) -> None:
     for repo in sorted(repos, key=lambda repo: str(repo.repo_id).lower()):
         found += _ggufs(repo) or [_model(repo)]
     found += [_file(name, path) for name, path in places.listed()]
-    found = _with_packed(found)
     if as_json:
         terminal.data(json.dumps([asdict(one) for one in found]))
         return
-    lines = [("NAME", "SIZE", "PACKED", "FORM", "STATE")]
+    lines = [("NAME", "SIZE", "FORM", "STATE")]
     for one in found:
-        packed = size(one.packed) if one.packed else "-"
         form = clean(one.form) or "-"
-        lines.append((clean(one.name), size(one.bytes), packed, form, clean(one.state)))
-    table = grid(lines, "<>><<").split("\n")
+        lines.append((clean(one.name), size(one.bytes), form, clean(one.state)))
+    table = grid(lines, "<><<").split("\n")
     if terminal.out.isatty():
         width = window(terminal.out)[0]
         table = [cut(line, width) for line in table]
@@ -113,43 +107,25 @@ def pull(
 def remove(
     call: Call, names: Annotated[list[str], typer.Argument(metavar="NAME")], yes: Yes = False
 ) -> None:
-    """Remove models from the Hugging Face cache, and their packed weights. For a model in your own
-    folder, only the packed weights."""
+    """Remove models from the Hugging Face cache."""
     terminal, names = call.terminal, list(dict.fromkeys(names))
     here: dict[str, tuple[Path, int]] = {}  # the path to remove, and its bytes
     for repo in _cached():
         here[repo.repo_id] = repo.repo_path, repo.size_on_disk
         here |= {one.name: (Path(one.folder), one.bytes) for one in _ggufs(repo)}
-    kept = {
-        name: [
-            one for one in packed_files.of_model(name) if name not in here or one.model == name
-        ]  # not those of a directory with the same name as a model in the cache
-        for name in names
-    }
     for name in names:
         if name == BUNDLED:
             raise UsageError("the bundled model is a part of minikv and cannot be removed")
-        if name not in here and not kept[name]:
+        if name not in here:
             raise UsageError(
                 f"no model {name!r} in the cache", f"{guess(name, here)}`minikv models` lists them"
             )
-    total = sum(here[name][1] for name in names if name in here)
-    total += sum(one.bytes for files in kept.values() for one in files)
+    total = sum(here[name][1] for name in names)
     what = names[0] if len(names) == 1 else f"{len(names):,} models"
-    if not any(name in here for name in names):
-        what = f"the packed weights of {what}"
     if not terminal.confirmed(f"remove {what}, {size(total)}?", yes=yes):
         terminal.say("nothing was removed")
         return
-    packed_files.clear()
     for name in names:
-        try:
-            packed_files.remove(kept[name])
-        except OSError as error:
-            raise UsageError(f"packed weights could not be removed: {error.strerror}") from None
-        if name not in here:
-            terminal.note(f"removed the packed weights of {name}")
-            continue
         place, _ = here[name]
         if place.is_dir():
             shutil.rmtree(place, ignore_errors=True)
@@ -174,26 +150,6 @@ def _remove_file(link: Path) -> None:
             blob.unlink(missing_ok=True)
     if not any(is_gguf(path.name) for path in repo.glob("snapshots/*/*")):
         shutil.rmtree(repo, ignore_errors=True)
-
-
-def _with_packed(models: Sequence[Model]) -> list[Model]:
-    """The models with the size of their packed weights, and an entry for each other model with
-    packed weights."""
-    kept: dict[str, list[PackedFile]] = {}
-    for one in packed_files.listed():
-        kept.setdefault(one.model or one.path.name, []).append(one)
-    found = []
-    for model in models:
-        own = kept.pop(model.name, [])
-        found.append(replace(model, packed=sum(one.bytes for one in own)))
-    for name, files in sorted(kept.items()):
-        folder, packed = files[0].folder, sum(one.bytes for one in files)
-        there = bool(folder) and os.path.isdir(folder)
-        weights = Path(folder).glob("*.safetensors") if there else ()
-        total = sum(path.stat().st_size for path in weights if path.is_file())
-        state = "in its own folder" if there else "gone; packed weights only"
-        found.append(Model(name, total, state, folder, packed))
-    return found
 
 
 def _cache() -> str:

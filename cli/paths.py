@@ -7,6 +7,7 @@ They are used on macOS too, because minikv has always kept its files there.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -15,7 +16,6 @@ from typing import Any
 
 from minikv.checks import quoted
 from minikv.errors import UsageError
-from minikv.models.packed_files import make
 
 HOME = "MINIKV_HOME"
 
@@ -33,12 +33,6 @@ def chats_folder() -> Path:
 def history_file() -> Path:
     """The history of messages typed in chats. Raises UsageError if there is no home directory."""
     return _own("history") or _under("user_state_path") / "history"
-
-
-def cache_folder() -> Path:
-    """The directory of files that may be deleted at any time. Raises UsageError if there is no home
-    directory."""
-    return _own("cache") or _under("user_cache_path")
 
 
 def _own(name: str) -> Path | None:
@@ -64,7 +58,12 @@ def _under(kind: str) -> Path:
 
 def private(folder: Path) -> Path:
     """Make a directory and its missing parents for the user alone. Raises OSError."""
-    make(folder)
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.is_dir()]):
+        with contextlib.suppress(FileExistsError):
+            missing.mkdir(mode=0o700)
+            missing.chmod(0o700)  # whatever the umask
+    if not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
     return folder
 
 

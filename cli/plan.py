@@ -42,7 +42,7 @@ def plan(
     settings: Annotated[
         Settings,
         Only(
-            f"{MODEL} keep_packed policy budget decode stride kv tier options",
+            f"{MODEL} policy budget decode stride kv tier options",
             list_of("policy", ""),
         ),
     ],
@@ -143,9 +143,6 @@ def _facts(made: Sequence[Forecast], *, whole: bool) -> Iterator[tuple[str, str]
 
     yield "model", f"{one.model} · {one.family} · {_billions(one.parameters)} parameters"
     yield "weights", f"{size(one.weights)} in {one.dtype}{_kept(one.kept)}"
-    if one.disk:
-        kept = "of packed weights, from the first start on (--keep-packed)"
-        yield "disk", f"{size(one.disk)} {kept}"
     context = f"{one.positions:,} positions"
     if not whole and one.suffices:
         context += f", enough for {amount(one.tokens, 'token')}"

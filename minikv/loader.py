@@ -33,7 +33,6 @@ class LoadProgress(Protocol):
     def planned(self, files: int, size: int, free: int | None) -> None: ...
     def download(self, done: int, total: int) -> None: ...
     def weights(self, done: int, total: int) -> None: ...
-    def packed_weights(self, done: int, total: int) -> None: ...
     def say(self, line: str) -> None: ...
     def kernels(self) -> None:
         """Called before the C kernels are compiled, which takes seconds."""
@@ -60,11 +59,11 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.fitting import USEFUL, Machine, tier_beside
     from minikv.chat.recall import Recall
     from minikv.chat.session import ChatSession
-    from minikv.chat.store import Store
+    from minikv.chat.store import Store, cache_folder
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
     from minikv.engine.warmup import compiles, remarks, warm
-    from minikv.models import free_memory, load, packed_files
+    from minikv.models import free_memory, load
     from minikv.models.identity import digests
     from minikv.models.weights import packed_forms
 
@@ -95,7 +94,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         weights=settings.weights,
         progress=progress,
         packing=packing,
-        keep_packed=settings.keep_packed == "on",
     )
     load_s = perf_counter() - began
     config, network, own = loaded.config, loaded.network, loaded.config.own
@@ -133,7 +131,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             "kernels": kv.ops.name,
             "device": network.device.type,
         }
-        folder = packed_files.store().with_name("prompts")
+        folder = cache_folder() / "prompts"
         recall.store = Store(folder, Budget.size(settings.remember) or 0, identity)
 
     packed = bool(packed_forms(config, settings.weights))

@@ -36,6 +36,7 @@ GONE: Mapping[str, str] = {
     "reread_limit": '`reuse="once"` reads nothing again for a new question',
     "encoding_errors": "`iconv -c -f UTF-8 -t UTF-8 FILE` prints a text without its invalid bytes",
     "chats_limit": "`minikv chats` shows the size of each, and its command rm removes old ones",
+    "keep_packed": "a file of quantized weights (`FILE.gguf`) loads without packing them",
     "loaders": 'pipe the text in: `pandoc -t plain FILE | minikv ask "QUESTION"`',
 }
 """Settings of earlier versions, with what to use instead."""
@@ -81,7 +82,7 @@ class Setting:
 
     @property
     def flag(self) -> str:
-        """The flag as it is typed, e.g. --keep-packed."""
+        """The flag as it is typed, e.g. --max-tokens."""
         return f"--{self.name.replace('_', '-')}"
 
     def parse(self, text: str) -> object:
@@ -276,14 +277,6 @@ class Settings:
         choices=WEIGHTS,
         common=True,
         takes="FORMAT",
-    )
-    keep_packed: str = setting(
-        "off",
-        "keep packed weights (those of --weights int8 or int4) on disk, so that later starts need "
-        "not pack them again; `minikv models` lists and removes them",
-        MODEL,
-        flag_default="on",
-        choices=("on", "off"),
     )
     policy: str = setting(
         DEFAULT_PROMPT,

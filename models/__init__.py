@@ -71,7 +71,6 @@ def load(
     weights: str = "auto",
     progress: Progress | None = None,
     packing: Packing | None = None,
-    keep_packed: bool = False,
 ) -> Loaded:
     """Load a directory, a GGUF file or a hub id; None is the bundled model.
 
@@ -85,7 +84,6 @@ def load(
       "auto". "int8+head" or "int4+head": the lm_head is packed to int8 too.
     - progress: receives the progress of a download and of reading the weights.
     - packing: returns the kernels that pack to int8 and int4; None: torch.
-    - keep_packed: store packed weights on disk, so that later calls need not pack.
 
     Raises ModelError: a setting that this machine cannot use (exit code 2); a model that is not
     found, gated or unsupported (3), too large (4) or corrupt (6).
@@ -97,7 +95,7 @@ def load(
     from minikv.models.checkpoint import Checkpoint
     from minikv.models.config import ModelConfig
     from minikv.models.hub import Source, resolve
-    from minikv.models.linear import TORCH, packs
+    from minikv.models.linear import TORCH
     from minikv.models.templates import ChatTemplate
     from minikv.models.tokenizer import Tokenizer
     from minikv.models.weights import load_network
@@ -125,27 +123,15 @@ def load(
         template = ChatTemplate.from_folder(source.folder, tokenizer)
     _refuse_unknown_ids(tokenizer, template, config.vocab)
     stored = None if config.quantisation else checkpoint.dtype
-    packed = None
-    if keep_packed and packs(weights) and not config.stored and where.type == "cpu":
-        from minikv.models.packed import Packed
-
-        packed = Packed(source.name, source.folder, checkpoint, config, weights, progress)
-    try:
-        network = load_network(
-            checkpoint,
-            config,
-            device=where,
-            form=weights,
-            dtype=dtype_of(dtype, stored, where, weights),
-            progress=None if progress is None else progress.weights,
-            packing=packing or TORCH,
-            packed=packed,
-        )
-        if packed is not None:
-            packed.keep(network)
-    finally:
-        if packed is not None:
-            packed.close()
+    network = load_network(
+        checkpoint,
+        config,
+        device=where,
+        form=weights,
+        dtype=dtype_of(dtype, stored, where, weights),
+        progress=None if progress is None else progress.weights,
+        packing=packing or TORCH,
+    )
     return Loaded(
         network=network,
         tokenizer=tokenizer,

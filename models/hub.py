@@ -103,9 +103,6 @@ class Progress(Protocol):
 
     def download(self, done: int, total: int) -> None: ...
     def weights(self, done: int, total: int) -> None: ...
-    def packed_weights(self, done: int, total: int) -> None:
-        """How much of the packed weights has been written to disk."""
-
     def say(self, line: str) -> None:
         """A message for the user, in one line."""
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -51,9 +50,6 @@ from minikv.models.stored import Fused, Stored
 from minikv.models.tensors import Place, places_of
 from minikv.pages import Pages
 
-if TYPE_CHECKING:
-    from minikv.models.packed import Packed
-
 TAKEN = 1 << 20
 """How many weights are read at a time, if they are converted or packed."""
 
@@ -67,7 +63,6 @@ def load_network(
     form: str = "auto",
     progress: Callable[[int, int], None] | None = None,
     packing: Packing = TORCH,
-    packed: Packed | None = None,
 ) -> Llama:
     """A network with the checkpoint's weights.
 
@@ -79,8 +74,7 @@ def load_network(
     another form they are unpacked, and packed again.
 
     progress(done, total): called with the bytes read from the files, first with 0; its exceptions
-    end the loading. packing: the kernels that pack to int8 and int4. packed: stored packed
-    matrices; these are neither read from the checkpoint nor packed.
+    end the loading. packing: the kernels that pack to int8 and int4.
 
     The result's `config.tied` says whether lm_head is tied: only if the file says so and `lm_head`
     is absent or equal to the embedding; `config.notes` says if the file is wrong. Raises
@@ -121,7 +115,7 @@ def load_network(
         total = sum(entries[name].size for name in places)
         filling = _Filling(network, form, packing, progress, total)
         for owner, slot, parts in groups:
-            filling.fill(owner, slot, parts, packed)
+            filling.fill(owner, slot, parts)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
@@ -146,7 +140,6 @@ class _Filling:
         self.layers, self.logits = split(form)
         self.packing = packing if network.device.type == "cpu" else None
         self.room = Pages(network.device).empty
-        self.names = {id(layer): f"layers.{i}" for i, layer in enumerate(network.layers)}
         self.done, self.total = 0, total
         self.tell(0)
 
@@ -155,12 +148,8 @@ class _Filling:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
-    def fill(
-        self, owner: Llama | Layer, slot: str, parts: list[_Part], packed: Packed | None
-    ) -> None:
+    def fill(self, owner: Llama | Layer, slot: str, parts: list[_Part]) -> None:
         """Read a tensor or a matrix from its parts in the files, and pack it if `form` says so."""
-        in_layer = isinstance(owner, Layer)
-        name = f"{self.names[id(owner)]}.{slot}" if in_layer else "head"
         weights = sorted(
             (part for part in parts if part[1].kind != "bias"),
             key=lambda part: part[1].rows.start or 0,  # in the matrix's order, not the file's
@@ -171,22 +160,19 @@ class _Filling:
             self._allocate(owner, slot)
             self._read(parts)
             return
-        if packed is not None and made.packing is not None and packed.fill(name, made):
-            self.tell(sum(entry.size for entry, _ in parts))
-        else:
-            if made.bias is not None:
-                setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
-                self._read([part for part in parts if part[1].kind == "bias"])
-            # Rows of four bits are packed in whole tiles.
-            whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
-            at = 0
-            for one in found if whole else [Fused(found)]:
-                # Threads wait for each other after every piece, so pieces of blocks are larger.
-                most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
-                for start, end in blocks(torch.Size(one.shape), most):
-                    self._pack(made, at + start, one, start, end)
-                at += one.shape[0]
-        if in_layer:
+        if made.bias is not None:
+            setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
+            self._read([part for part in parts if part[1].kind == "bias"])
+        # Rows of four bits are packed in whole tiles.
+        whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
+        at = 0
+        for one in found if whole else [Fused(found)]:
+            # Threads wait for each other after every piece, so pieces of blocks are larger.
+            most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
+            for start, end in blocks(torch.Size(one.shape), most):
+                self._pack(made, at + start, one, start, end)
+            at += one.shape[0]
+        if isinstance(owner, Layer):
             setattr(owner, slot, made)
         else:
             self.network.keep_packed(slot, made)
@@ -309,15 +295,6 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, form: str) -> int:
     return config.parameters * size - sum(
         one.count * (rows * columns * size - kept_bytes(rows, columns, one.form, size, one.group))
         for rows, columns, one in _shapes(config, form)
-    )
-
-
-def packed_bytes(config: ModelConfig, form: str) -> int:
-    """Bytes of all matrices that `form` packs, as on disk (`packed.Packed`)."""
-    return sum(
-        one.count * kept_bytes(rows, columns, one.form, 2, one.group)
-        for rows, columns, one in _shapes(config, form)
-        if suits(one.form, columns, one.group)
     )
 
 

@@ -62,9 +62,6 @@ class Progress:
     def weights(self, done: int, total: int) -> None:
         self._note("weights")
 
-    def packed_weights(self, done: int, total: int) -> None:
-        self._note("packed weights")
-
     def say(self, line: str) -> None:
         self._note(line)
 

@@ -16,7 +16,7 @@ from minikv.chat.report import amount, size, thought_for
 from minikv.checks import quoted
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.documents.text import changes
-from minikv.cli.paths import cache_folder, chats_folder
+from minikv.cli.paths import chats_folder
 from minikv.cli.saved.database import DAMAGE, ChatFile, OpenElsewhere, check_name
 from minikv.cli.saved.listing import Entry, listing, unknown
 from minikv.cli.saved.transcript import Saved, read
@@ -172,9 +172,10 @@ def prompts(call: Call) -> None:
     from minikv.chat.store import taken
 
     terminal = call.terminal
-    entries = _store().entries()
+    store = _store()
+    entries = store.entries()
     if not entries:
-        terminal.say(f"no prompt is kept in {cache_folder() / 'prompts'}")
+        terminal.say(f"no prompt is kept in {store.folder}")
         return
     lines = [("NAME", "TOKENS", "SIZE", "USED", "MODEL", "DOCUMENTS")]
     for one in entries:
@@ -213,7 +214,7 @@ def forget(
 
 
 def _store() -> Store:
-    from minikv.chat.store import Store  # with torch
+    from minikv.chat.store import Store, cache_folder  # with torch
 
     return Store(cache_folder() / "prompts", 0, {})
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from minikv.chat.report import amount
 from minikv.cli.failures import explain
-from minikv.cli.paths import cache_folder, chats_folder, private
+from minikv.cli.paths import chats_folder, private
 from minikv.cli.saved.database import FILE, LAST, REREAD, ChatFile, check_name, new_folder, renew
 from minikv.cli.saved.listing import Rows, damage, is_old
 from minikv.cli.saved.transcript import (
@@ -355,7 +355,7 @@ _WAITING = re.compile(r"\.tier-[0-9a-f]{16}\.kv")
 def place(identity: Mapping[str, object], *, saved: bool) -> Place:
     """The place for the tier of a new chat. identity: that of its session. Raises UsageError."""
     from minikv.chat.recall import Place
-    from minikv.chat.store import sweep
+    from minikv.chat.store import cache_folder, sweep
 
     try:
         folder = private(chats_folder() if saved else cache_folder())

@@ -100,9 +100,6 @@ class Loading:
     def weights(self, done: int, total: int) -> None:
         self._report("weights", done, total)
 
-    def packed_weights(self, done: int, total: int) -> None:
-        self._report("packed weights", done, total)
-
     def say(self, line: str) -> None:
         self._terminal.clear_status()
         self._terminal.note(self._terminal.words(line))

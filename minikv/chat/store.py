@@ -23,6 +23,7 @@ from pathlib import Path
 from minikv.cache.tier_file import FileRows, Header, is_open, remove
 from minikv.cache.tier_rows import TierError
 from minikv.chat.transcript import shared
+from minikv.errors import UsageError
 
 FORMAT = 1
 """Must be increased when the network's numerical results change: earlier rows are then not used."""
@@ -32,6 +33,18 @@ _SHARE = 10  # entries take at most a tenth of the free disk
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 _NAME = re.compile(r"[0-9a-f]{16}")
 _WAITING = re.compile(r"\.[0-9a-f]{16}")
+
+
+def cache_folder() -> Path:
+    """The directory of files that may be deleted at any time: cache under $MINIKV_HOME, else minikv
+    in the user's cache directory. Raises UsageError if there is no home directory."""
+    try:
+        if home := os.environ.get("MINIKV_HOME"):
+            return Path(home).expanduser() / "cache"
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "minikv"
+    except RuntimeError:
+        raise UsageError("there is no home directory", "set MINIKV_HOME to a directory") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,6 @@ from minikv.loader import shape_of
 from minikv.models import BUNDLED
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError, ModelUnavailable
-from minikv.models.packed import _parts
-from minikv.models.weights import packed_bytes
 from minikv.policies import DEFAULT_PROMPT
 from minikv.settings import Generation, Settings, settings_of
 
@@ -144,28 +142,13 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
     ],
 )
 def test_packed_weights_are_counted_to_the_byte(form: str, told: str) -> None:
-    """In memory, and as they are kept on disk."""
     made = of(None, 1000, weights=form, device="cpu")
     there = minikv.load(weights=form, device="cpu", tier="none")
     assert made.weights == there.facts.weight_bytes
     assert made.kept == form == there.facts.form
-    network: Any = there.engine.network
-    assert packed_bytes(network.config, form) == sum(part.nbytes for _, part in _parts(network))
     text = run(None, "1000", weights=form, device="cpu")
     assert f"weights   {made.weights / 2**20:.1f} MiB in {told}" in text
     assert record(None, "1000", weights=form, device="cpu")["kept"] == form
-
-
-def test_disk_use_is_told_where_there_is_some(llama: str) -> None:
-    """Of a model that is small nothing is kept, nor of one that a GPU packs."""
-    told = {"weights": "int4", "device": "cpu", "memory": "24GiB", "keep_packed": "on"}
-    disk = record(llama, "4k", **told)["disk"]
-    assert 3 << 30 < disk < 4 << 30
-    line = f"disk      {size(disk)} of packed weights, from the first start on (--keep-packed)"
-    assert line in run(llama, "4k", **told)
-    for other in ({"keep_packed": "off"}, {"weights": "auto"}, {"device": "cuda"}):
-        assert record(llama, "4k", **(told | other))["disk"] == 0
-    assert "disk  " not in run(None, "1000", **(told | {"weights": "int8"}))
 
 
 def test_packed_weights_are_planned_where_they_run() -> None:

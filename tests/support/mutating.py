@@ -50,7 +50,6 @@ SOURCES = (
     "minikv/loader.py",
     "models/config.py",
     "models/limits.py",
-    "models/packed_files.py",
     "models/stream.py",
     "models/checkpoint.py",
     "models/weights.py",

@@ -208,8 +208,8 @@ def test_a_file_is_told_before_a_large_model_loads(monkeypatch: pytest.MonkeyPat
     loading.weights(0, 15 << 30)
     loading.weights(1 << 30, 15 << 30)
     assert screen.text == "weights: 15.0 GiB\n"
-    loading.say('kept (`keep_packed="off"` keeps none)')
-    assert screen.text.endswith("kept (--keep-packed off keeps none)\n")
+    loading.say('too large (`dtype="bfloat16"` is smaller)')
+    assert screen.text.endswith("too large (--dtype bfloat16 is smaller)\n")
 
 
 @pytest.mark.parametrize(("tokens", "lines"), [(999, []), (1_000, ["reading: 1,000 tokens"])])

@@ -93,7 +93,7 @@ def called(made: Config, *arguments: str) -> Result:
         ("dtype", "bfloat16", "'bfloat16'", "bfloat16"),
         ("policy", "snapkv", "'snapkv'", "snapkv"),
         ("seed", "-3", "-3", -3),
-        ("keep_packed", "off", "'off'", "off"),
+        ("tier", "ram", "'ram'", "ram"),
         ("stop", r"\nQ: ", r"""["\nQ: "]""", ("\nQ: ",)),
         ("stop", "a", "'a'", ("a",)),
     ],
@@ -130,7 +130,7 @@ def test_what_wins_and_what_nothing_said_is(home: Path) -> None:
     assert set(made.origins(())) == set(SETTINGS)
     assert read(home) == read(home, MINIKV_SEED="") == Config()
     called(read(home))
-    plain = {**vars_of(Settings(threads=0, keep_packed="on")), **vars_of(Generation())}
+    plain = {**vars_of(Settings(threads=0)), **vars_of(Generation())}
     assert SEEN.items() >= (plain | vars_of(Interface())).items()
     called(read(home, 'model = "a"', 'model = ""'))
     assert SEEN["model"] is None  # an empty text leaves the flag's own default
@@ -165,7 +165,6 @@ def vars_of(settings: Any) -> dict[str, Any]:
         ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, got 'int3'"),
         ("kv", "int4", "must be one of auto, int8, got 'int4'"),
         ("fidelity", "some", "must be one of on, off, got 'some'"),
-        ("keep_packed", "20GiB", "must be one of on, off, got '20GiB'"),
         ("quiet", "maybe", "must be true or false, got 'maybe'"),
         ("budget", "abc", "the budget cannot be 'abc'"),
         ("policy", "nope", "unknown policy 'nope'"),
@@ -464,7 +463,7 @@ def test_set_changes_a_value_and_its_origin(
 
 def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
     context.session.facts = Facts(weights="int8")
-    context.began = {"offline": True, "remember": "2GiB", "keep_packed": "on", "stats": True}
+    context.began = {"offline": True, "remember": "2GiB", "stats": True}
     text = do(context, "set")
     for name, value, origin in (
         ("temperature", "0", "default"),
@@ -474,7 +473,6 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
         ("weights", "int8", "default"),
         ("offline", "true", "default"),
         ("remember", "2GiB", "default"),
-        ("keep_packed", "on", "default"),
         ("stats", "true", "default"),
     ):
         assert row(text, name) == [name, value, origin]
