@@ -85,6 +85,7 @@ _GONE = {
     "chats --json": "`minikv chats` prints one line for each chat, which a pipe gets uncut",
     "chats show --json": "minikv chat --resume NAME, then /export chat.json",
     "cache --json": "`minikv cache` prints one line for each prompt, which a pipe gets uncut",
+    "models --json": "`minikv models` prints one line for each model, which a pipe gets uncut",
     "policies --json": "`minikv policies show NAME` prints the options and their defaults",
     "doctor --json": "`minikv doctor` prints a line for each check, and exits with 1 if one failed",
     "bench kernels": "`minikv bench decode` and `minikv bench prefill` measure whole steps",

@@ -4,10 +4,9 @@ cache."""
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +19,7 @@ from minikv.cli.screen.progress import Loading
 from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import clean, cut, grid
 from minikv.cli.settings.config import BUNDLED
-from minikv.cli.settings.flags import Call, Json, Only, Yes, command, group
+from minikv.cli.settings.flags import Call, Only, Yes, command, group
 from minikv.errors import UsageError
 from minikv.models import places
 from minikv.settings import Settings
@@ -47,7 +46,7 @@ models = group(
 
 @models.callback(invoke_without_command=True)
 @command
-def listed(call: Call, as_json: Json = False) -> None:
+def listed(call: Call) -> None:
     terminal = call.terminal
     from minikv.models import BUNDLED as FOLDER
 
@@ -58,9 +57,6 @@ def listed(call: Call, as_json: Json = False) -> None:
     for repo in sorted(repos, key=lambda repo: str(repo.repo_id).lower()):
         found += _ggufs(repo) or [_model(repo)]
     found += [_file(name, path) for name, path in places.listed()]
-    if as_json:
-        terminal.data(json.dumps([asdict(one) for one in found]))
-        return
     lines = [("NAME", "SIZE", "FORM", "STATE")]
     for one in found:
         form = clean(one.form) or "-"

@@ -1,4 +1,4 @@
-"""/set, /policy, /budget and /system: the settings of a chat."""
+"""/set, /policy and /system: the settings of a chat."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _change(context: Context, key: str, words: Sequence[str]) -> None:
     context.origins[key] = "/set"
 
 
-# -- /policy, /budget and /system -----------------------------------------------------------
+# -- /policy and /system --------------------------------------------------------------------
 
 
 def _policy_command(context: Context, arguments: list[str]) -> None:
@@ -194,13 +194,6 @@ def _policy_command(context: Context, arguments: list[str]) -> None:
     ):
         if chosen:
             terminal.say(f"  {name}: {' '.join(f'{key}={chosen[key]}' for key in chosen)}")
-
-
-def _budget_command(context: Context, arguments: list[str]) -> None:
-    if arguments:
-        _change(context, "budget", arguments)
-    begin = "from the next question on: " if arguments else ""
-    context.terminal.say(f"{begin}{render.policy_line(context.session)}")
 
 
 def _system_command(context: Context, arguments: list[str]) -> None:
@@ -238,13 +231,6 @@ COMMANDS = (
         "show or change the eviction policy",
         _policy_command,
         follows=_after_policy,
-    ),
-    Command(
-        ("budget",),
-        "[TOKENS | PERCENT | BYTES | auto]",
-        "show or change the budget",
-        _budget_command,
-        follows=SETTINGS["budget"].examples,
     ),
     Command(
         ("set",),

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 _GONE = {
-    "show": "/set lists every setting; /policy, /budget and /system show theirs",
+    "show": "/set lists every setting; /policy and /system show theirs",
+    "budget": "/set budget 256 changes it; /policy shows it",
     "kept top": 'the brightest words of /kept are those that most heads hold; /kept find "TEXT"',
     "add --replace": "`iconv -c -f UTF-8 -t UTF-8 FILE` prints a text without its invalid bytes",
 }

@@ -259,7 +259,7 @@ _SET = re.compile(r"chat\.(\w+) = (.+)")
 def worded(text: str, *, chat: bool = False) -> str:
     """A message with its remedies in Python as they are typed: `dtype="float32"` becomes --dtype
     float32, `chat.undo(2)` /undo 2, `chat.reuse = "once"` /set reuse once. chat: what a chat can
-    change is changed there, so `budget` becomes /budget and `top_k` /set top_k. Other backquotes
+    change is changed there, so `policy` becomes /policy and `top_k` /set top_k. Other backquotes
     stay as they are."""
     return _CODE.sub(lambda found: _worded(found[1], chat) or found[0], text)
 
@@ -279,7 +279,7 @@ def _setting(argument: str, chat: bool) -> str:
         return ""
     shown = SETTINGS[name].flag
     if chat and SETTINGS[name].live:
-        shown = f"/{name}" if name in ("policy", "budget", "system") else f"/set {name}"
+        shown = f"/{name}" if name in ("policy", "system") else f"/set {name}"
     return f"{shown} {'' if value == 'True' else _plain(value)}".rstrip()
 
 

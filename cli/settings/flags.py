@@ -159,7 +159,6 @@ def group(help: str, *, no_args_is_help: bool = False) -> typer.Typer:
     )
 
 
-Json = Annotated[bool, json_flag("one JSON object")]
 Yes = Annotated[bool, flag("--yes -y", "do not ask")]
 
 

@@ -110,6 +110,7 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
         ("cache --json", "error: --json is gone: `minikv cache` prints"),
         ("chats --json", "error: --json is gone: `minikv chats` prints one line for each"),
         ("chats show one --json", "error: --json is gone: minikv chat --resume NAME, then /export"),
+        ("models --json", "error: --json is gone: `minikv models` prints one line for each"),
         ("bench kernels", "error: kernels is gone: `minikv bench decode` and"),
         ("bench --model x", "error: --model is gone: --shape takes the sizes"),
         ("bench nonsense", "error: Invalid value for 'decode|prefill|all'"),

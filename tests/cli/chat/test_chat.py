@@ -173,10 +173,10 @@ def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
     lines = f"""/help
 /stats
 /policy
-/budget
+/set budget
  /policy streaming sinks=2
 /policy\tstreaming sinks=2
-/budget 64
+/set budget 64
 q1
 /stats
 /add '{tmp_path}/other file.txt'
@@ -201,7 +201,7 @@ never asked"""
         "no turn yet": 1,
         "nothing evicted · budget auto, global-span, then h2o if not all fits": 1,
         "streaming, then streaming": 2,
-        "from the next question on: ": 3,
+        "from the next question on: ": 2,
         "other file.txt: 4 characters": 1,
         "2 documents will be read": 1,
         "memory     KV": 1,
@@ -243,7 +243,8 @@ def test_help_has_a_narrow_first_column(
         ("/save _x", "beginning with a letter or digit"),
         ("/policy adakb", "did you mean adakv?"),
         ("/add ~/report", "no such file: /nonexistent/report"),
-        ("/budget 5", "smallest useful"),
+        ("/set budget 5", "smallest useful"),
+        ("/budget 5", "/budget is gone\n  /set budget 256 changes it"),
         ("/help nothing", "no command /nothing"),
     ],
 )

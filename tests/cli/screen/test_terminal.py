@@ -471,7 +471,7 @@ def test_keys_are_kept_from_open_to_close(
     ("text", "shown", "typed"),
     [
         ("no remedy", "no remedy", "no remedy"),
-        ("use `budget=64`", "use --budget 64", "use /budget 64"),
+        ("use `budget=64`", "use --budget 64", "use /set budget 64"),
     ],
 )
 def test_a_remedy_is_told_as_it_is_typed(streams: Use, text: str, shown: str, typed: str) -> None:

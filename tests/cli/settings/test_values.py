@@ -82,7 +82,7 @@ def test_policies_their_parts_and_options(tab: Offers) -> None:
     assert tab("/retry --policy streaming --") == ["--budget", "--seed"]
     assert "64MiB" in tab("/retry --budget ")
     assert tab("/retry --seed ") == []
-    assert {"512", "20%", "64MiB"} <= {*tab("/budget ")}
+    assert {"512", "20%", "64MiB"} <= {*tab("/set budget ")}
 
 
 def test_what_follows_the_other_commands(tab: Offers) -> None:
