@@ -26,6 +26,7 @@ from minikv.cache.tier_rows import columns_of
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine, likely
 from minikv.engine.engine import Engine
+from minikv.kernels.dispatch import TorchOnCPU
 from minikv.models.rope import RopeConfig, Rotation
 from minikv.policies.base import Wording
 
@@ -97,15 +98,6 @@ def test_rows_before_are_those_that_the_first_token_after_the_prompt_sees() -> N
         assert torch.equal(found.held.held, arena.held)
         for name in ("start", "length", "capacity", "cap", "free_slot"):
             assert torch.equal(getattr(found.held, name), getattr(arena, name))
-
-
-def test_an_arena_without_rows_has_tables_of_nothing() -> None:
-    """No head has a row, nor a free slot."""
-    before = RowsBefore.read(SHAPE, filled([0, 0], [[0] * HEADS] * 2, None), 0, 5)
-    assert before.seen == [0, 0]
-    for name in ("start", "length", "capacity", "cap", "held"):
-        assert getattr(before.held, name).tolist() == [[0, 0]] * 2
-    assert before.held.free_slot.tolist() == [[-1, -1]] * 2
 
 
 # -- memory: measured, but for a chunk's output twice, <= planned <= 1.05 x measured ---------------
@@ -242,6 +234,15 @@ def test_no_more_exists_at_once_than_planned_and_hardly_less(case: Case) -> None
     for turn, tokens in enumerate((1600, 1200)):
         begin = partial(kv.begin, tokens, 20)
         keeps_its_promise(kv, measured(kv, begin, tokens, turn), loose[turn])
+
+
+def test_products_that_torch_makes_are_planned_too() -> None:
+    """Without a compiler. An eighth more exists at once than planned; with the C kernels, less."""
+    kv = cache("global-span+uniform", "none", 0, None, NOTHING)
+    kv.use(TorchOnCPU())
+    kv.ops.block = 1 << 12
+    most = measured(kv, partial(kv.begin, 1600, 20), 1600, 0)
+    assert 0.85 * most <= kv.peak <= most
 
 
 @pytest.mark.parametrize(
