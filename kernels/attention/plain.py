@@ -115,9 +115,9 @@ def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 def visible(q_pos: Tensor, k_pos: Tensor, window: int | None) -> Tensor:
     """Which rows each query sees, bool [H or 1, T, N], from q_pos [T] and k_pos [H or 1, N]."""
-    distance = q_pos[None, :, None] - k_pos[:, None, :]
-    seen = (distance >= 0) & (k_pos >= 0)[:, None, :]
-    return seen if window is None else seen & (distance < window)
+    rows, queries = k_pos[:, None, :], q_pos[None, :, None]
+    seen = (rows <= queries).logical_and_(rows >= 0)
+    return seen if window is None else seen.logical_and_(rows > queries - window)
 
 
 def _row_blocks(q: Tensor, width: int) -> list[tuple[Tensor, int]]:
