@@ -103,7 +103,7 @@ def _judge(text: str, shown: str) -> Pdf:
     number = amount(len(pages), "page")
     if not texts:
         why = "a scan? recognise its text first, for example with ocrmypdf"
-        raise UsageError(f"{shown} has {number} and no text in them", why)
+        raise UsageError(f"{shown} has {number} without text", why)
     gaps = []
     if silent:
         gaps.append(f"{_pages(silent)} gave no text (a scan? ocrmypdf recognises it)")

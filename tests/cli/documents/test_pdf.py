@@ -289,7 +289,8 @@ HOSTILE: list[tuple[str, bytes, str]] = [
         assembled(CATALOG, *TREE, b"<< /Type /Page >>"),
         "cannot be read",
     ),
-    ("scans", document("", ""), "has 2 pages and no text in them"),
+    ("scans", document("", ""), "has 2 pages without text"),
+    ("a scan of one page", document(""), "has 1 page without text"),
     (
         "nested deeply",
         assembled(CATALOG, b"<<" + b"/A <<" * 5000 + b">>" * 5000 + b"/Type /Pages /Kids [] >>"),
