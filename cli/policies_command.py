@@ -120,7 +120,7 @@ def _text(
     for one in options:
         allowed = f" ({' or '.join(one.choices)})" if one.choices else ""
         if one.low is not None:
-            allowed = f" ({one.low:g} to {one.high:g})"
+            allowed = f" ({one.low:.12g} to {one.high:.12g})"
         lines.append(f"-o {one.name}={text(one.default)}")
         lines.append(textwrap.indent(textwrap.fill(f"{one.help}{allowed}", 76), "    "))
     if not options:

@@ -151,6 +151,7 @@ def test_policies_come_from_the_registry() -> None:
             given = {option.name: default[1]}
             assert read_options(name, info.options, given)[option.name] == option.default
         assert all(len(line) <= 80 for line in card.stdout.splitlines())
+        assert not re.search(r"\de\+", card.stdout)  # 1048576, not 1.04858e+06
     for name, meant in (("adakb", "adakv"), ("hashevikt", "hashevict"), ("pyramyd", "pyramid")):
         done = invoke("policies", "show", name)
         assert (done.exit_code, f"did you mean {meant}?" in done.stderr) == (2, True)
