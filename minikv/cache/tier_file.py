@@ -502,6 +502,8 @@ def _as_tier_error(path: Path, rows: int | None = None) -> Iterator[None]:
     """Raise TierError for an OSError."""
     try:
         yield
+    except NotADirectoryError:
+        raise TierError(f"{path.name} is not a directory (earlier versions wrote one file)", rows) from None
     except OSError as error:
         raise TierError(f"{path.name}: {error.strerror or error}", rows) from None
 
