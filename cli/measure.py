@@ -106,7 +106,7 @@ class Results:
         """Print a table."""
         self.terminal.clear_status()
         if self.target != STDOUT:
-            self.terminal.data(text + "\n")
+            self.terminal.data(text + "\n", fold=True)
 
     def write(self, *, last: bool = False) -> None:
         """Write the file, so that a run that is killed later loses nothing. last: this is the end,

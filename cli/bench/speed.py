@@ -17,7 +17,7 @@ import torch
 
 from minikv.cache.kv_cache import KVCache
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import size
+from minikv.chat.report import amount, size
 from minikv.cli.asked import Bench
 from minikv.cli.bench import networks
 from minikv.cli.measure import Results, choices, lengths
@@ -269,7 +269,7 @@ def measure(asked: Bench, settings: Settings, terminal: Terminal, command: Seque
         made["complete"] = True
     finally:
         if made["rows"]:
-            rounds = f"medians of {asked.repeat} rounds in turns; {steps} steps a decode round"
+            rounds = f"medians of {amount(asked.repeat, 'round')} in turns; {steps} steps a decode round"
             results.show(f"{rounds}; {dtype}\n{_LEGEND}")
             results.write(last=True)
 

@@ -17,7 +17,8 @@ from minikv.cli.asked import Bench
 from minikv.cli.bench import networks, speed
 from minikv.cli.bench.speed import Cached, Transformers
 from minikv.cli.main import _resume_alone, app
-from minikv.cli.measure import STDOUT
+from minikv.cli.measure import STDOUT, Results
+from minikv.cli.screen import terminal as screen
 from minikv.cli.screen.terminal import Terminal
 from minikv.models.linear import lacks
 from minikv.models.tensors import tensors_of
@@ -264,7 +265,7 @@ def test_all_is_steps_and_prompts_of_one_network(
     ]
     lines = out.stdout.splitlines()
     assert lines[0].startswith("s on ")
-    assert "medians of 1 rounds in turns; 2 steps a decode round; bfloat16" in lines
+    assert "medians of 1 round in turns; 2 steps a decode round; bfloat16" in lines
     begin = lines.index("prefill, 80 tokens")
     for line, policy in zip(lines[begin + 2 :], ("full", DEFAULT_PROMPT), strict=False):
         assert line.startswith(policy)
@@ -303,3 +304,14 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(
     out = bench("decode", "--shape", "llama-3-8b", "--no-peer")
     assert out.exit_code == 4
     assert "need 15.0 GiB, and 3.0 GiB are free" in out.stderr
+
+
+def test_no_number_of_a_table_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    terminal.out = io.StringIO()
+    monkeypatch.setattr(screen, "_is_tty", lambda stream: stream is terminal.out)
+    monkeypatch.setattr(screen, "window", lambda stream: (50, 24))
+    Results(terminal, None, {}).show("adakv" + "  100.0%" * 9)
+    shown = terminal.out.getvalue()
+    assert max(map(len, shown.split("\n"))) <= 50
+    assert shown.split() == ["adakv"] + ["100.0%"] * 9
