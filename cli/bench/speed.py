@@ -269,7 +269,9 @@ def measure(asked: Bench, settings: Settings, terminal: Terminal, command: Seque
         made["complete"] = True
     finally:
         if made["rows"]:
-            rounds = f"medians of {amount(asked.repeat, 'round')} in turns; {steps} steps a decode round"
+            rounds = (
+                f"medians of {amount(asked.repeat, 'round')} in turns; {steps} steps a decode round"
+            )
             results.show(f"{rounds}; {dtype}\n{_LEGEND}")
             results.write(last=True)
 

@@ -503,7 +503,9 @@ def _as_tier_error(path: Path, rows: int | None = None) -> Iterator[None]:
     try:
         yield
     except NotADirectoryError:
-        raise TierError(f"{path.name} is not a directory (earlier versions wrote one file)", rows) from None
+        raise TierError(
+            f"{path.name} is not a directory (earlier versions wrote one file)", rows
+        ) from None
     except OSError as error:
         raise TierError(f"{path.name}: {error.strerror or error}", rows) from None
 
