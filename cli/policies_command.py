@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from minikv.checks import guess, quoted
+from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import grid
 from minikv.cli.settings.flags import Call, command, group, text
 from minikv.errors import UsageError
@@ -42,8 +43,10 @@ def listed(call: Call) -> None:
         f"--decode takes {', '.join(step_names())}",
         f"parts to add to a policy: {', '.join(part_names())} (as in h2o+ada)",
     )
+    wide = _width(call)
     wrapped = [
-        textwrap.fill(line, 80, subsequent_indent="    ", break_on_hyphens=False) for line in names
+        textwrap.fill(line, wide, subsequent_indent="    ", break_on_hyphens=False)
+        for line in names
     ]
     last = "minikv policies show NAME   what it scores with, budget, state, options"
     call.terminal.data("\n".join([f"{grid(rows, '<<<<<')}\n", *wrapped, last]), fold=True)
@@ -61,19 +64,26 @@ def show(
     code.
     """
     refuse_without_torch()
+    wide = _width(call)
     if name in registry.method_names():
-        card = _card(registry.method(name))
+        card = _card(registry.method(name), wide)
     elif name in (*registry.SCORERS, *part_names()):
-        card = _part(registry.part(name))
+        card = _part(registry.part(name), wide)
     elif len(parse(name)) > 1 or name in registry.GONE:
-        card = _card(find(name))
+        card = _card(find(name), wide)
     else:
         near = guess(name, [*registry.method_names(), *registry.SCORERS, *part_names()])
         raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
     call.terminal.data(card, fold=True)
 
 
-def _card(info: Method) -> str:
+def _width(call: Call) -> int:
+    """Columns of the longest line: 80, or those of a narrower terminal."""
+    out = call.terminal.out
+    return min(80, window(out)[0]) if out.isatty() else 80
+
+
+def _card(info: Method, wide: int) -> str:
     """A method as text: what it does, and its options with defaults and limits."""
     rows = [
         ("flag", " ".join(_flags(info))),
@@ -86,11 +96,11 @@ def _card(info: Method) -> str:
         ("2nd question", info.second),
         ("paper", info.paper),
     ]
-    summary = textwrap.fill(f"{info.name}: {info.summary}", 80)
-    return _text(summary, rows, info.options, info.differences)
+    summary = textwrap.fill(f"{info.name}: {info.summary}", wide)
+    return _text(summary, rows, info.options, info.differences, wide)
 
 
-def _part(part: type[Any]) -> str:
+def _part(part: type[Any], wide: int) -> str:
     """One part of a policy as text."""
     options, used = options_of(part), [i.name for i in registry.methods() if part in i.parts]
     spelled = {"select": f"{part.name}(h2o)", "scorer": f"{part.name}+ada"}
@@ -99,7 +109,7 @@ def _part(part: type[Any]) -> str:
         ("part of", ", ".join(used) or "no preset"),
         ("spelled", spelled.get(part.axis, f"h2o+{part.name}")),
     ]
-    return _text(f"{part.name}: {part.summary}", rows, options, part.differs)
+    return _text(f"{part.name}: {part.summary}", rows, options, part.differs, wide)
 
 
 def _flags(info: Method) -> list[str]:
@@ -115,6 +125,7 @@ def _text(
     rows: Sequence[tuple[str, str]],
     options: Sequence[Option],
     differences: Sequence[str],
+    wide: int,
 ) -> str:
     lines = [f"{summary}\n", f"{grid(rows, '<<')}\n"]
     for one in options:
@@ -122,10 +133,10 @@ def _text(
         if one.low is not None:
             allowed = f" ({one.low:.12g} to {one.high:.12g})"
         lines.append(f"-o {one.name}={text(one.default)}")
-        lines.append(textwrap.indent(textwrap.fill(f"{one.help}{allowed}", 76), "    "))
+        lines.append(textwrap.indent(textwrap.fill(f"{one.help}{allowed}", wide - 4), "    "))
     if not options:
         lines.append("no options")
     if differences:
         lines.append("\ndifferences from paper and release")
-    lines += [textwrap.fill(f"- {one}", 80, subsequent_indent="  ") for one in differences]
+    lines += [textwrap.fill(f"- {one}", wide, subsequent_indent="  ") for one in differences]
     return "\n".join(lines)

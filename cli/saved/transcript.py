@@ -105,15 +105,18 @@ def differences(here: Mapping[str, object], there: Mapping[str, Any]) -> str:
     different = [key for key in here if key not in POLICY and here[key] != there.get(key)]
     if "weights" in different and "model" in different:
         different.remove("weights")
-    return "; ".join(
-        f"{key} {_shown(here[key])} here, {_shown(there.get(key))} there" for key in different
-    )
+
+    def told(key: str) -> str:
+        if key in ("weights", "tokenizer"):  # by hashes
+            return f"the model's {key} changed"
+        return f"{key} {_shown(here[key])} here, {_shown(there.get(key))} there"
+
+    return "; ".join(map(told, different))
 
 
 def _shown(value: object) -> str:
-    """A value of an identity for a message, with hashes cut."""
-    text = "nothing" if value is None else str(value) or "none"
-    return f"{text[:12]}..." if re.fullmatch(r"[0-9a-f]{20,}", text) else text
+    """A value of an identity for a message."""
+    return "nothing" if value is None else str(value) or "none"
 
 
 def model_identity(session: ChatSession) -> dict[str, object]:
