@@ -126,6 +126,32 @@ def test_every_import_follows_the_rules() -> None:
     assert count > 20
 
 
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("models", "import minikv.errors"),
+        ("models", "from minikv.cache.arena import Arena"),
+        ("models", "from minikv import scheduler"),
+        ("kernels", "from minikv.policies.base import View"),
+        ("kernels", "import safetensors"),
+        ("minikv", "from minikv.models import load"),
+        ("minikv", "import minikv.cli.main"),
+        ("minikv", "from minikv import models"),
+        ("cli", "from minikv.kernels import dispatch"),
+        ("cli", "import models"),
+        ("models", "from transformers import AutoModel"),
+        ("minikv", "def f():\n    from minikv.models.config import ModelConfig"),
+    ],
+)
+def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
+    assert violations(package, "x.py", line)
+
+
+def test_relative_imports_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        list(imports("from . import arena"))
+
+
 def module_name(package: str, path: Path) -> str:
     """The dotted name under which a source file is imported."""
     parts = path.relative_to(PACKAGES[package]).with_suffix("").parts
@@ -164,6 +190,22 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert "minikv.cache.kv_cache" in graph["minikv.engine.engine"]
     assert "minikv.chat.session" in graph["minikv"]  # under TYPE_CHECKING
     assert "minikv.loader" in graph["minikv"]  # in a function
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import minikv.b",
+        "from minikv import b",
+        "from minikv.b import thing",
+        "if TYPE_CHECKING:\n    from minikv.b import thing",
+        "def f():\n    from minikv.b import thing",
+    ],
+)
+def test_every_kind_of_import_can_close_a_circle(line: str) -> None:
+    files = {"minikv.a": line, "minikv.b": "from minikv.c import x", "minikv.c": "import minikv.a"}
+    graph = {name: uses(name, text, files) for name, text in files.items()}
+    assert set(circle(graph)) == set(files)
 
 
 def loaded_after(code: str) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
@@ -20,16 +21,20 @@ from minikv.cache import kv_cache
 from minikv.chat.fitting import USEFUL, Machine
 from minikv.engine import threads, warmup
 from minikv.errors import UsageError
+from minikv.kernels import dispatch
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import choice
 from minikv.loader import (
     build,
     output_of,
+    packing_of,
     prompt_rows,
     settings_from,
+    shape_of,
     workspace,
 )
 from minikv.models import linear
+from minikv.models.errors import ModelError
 from minikv.settings import Generation, Settings
 
 
@@ -152,27 +157,25 @@ def test_defaults_are_those_of_the_device(folder: Path) -> None:
     assert chat.fidelity
 
 
+def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
+    chat = build(
+        Settings(model=str(folder), policy="roco", budget="64", stride=16, kernels="torch")
+    )
+    assert chat.engine.kv.rules.stride == 16
+    assert chat.engine.kv.rules.prompt is None
+
+
 # -- what the caller is told ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("compiles", "weights", "told"),
-    [
-        (True, "auto", ["weights", "kernels"]),
-        (True, "int8", ["weights", "kernels", "weights"]),  # when the first matrix is packed
-        (False, "auto", ["weights"]),
-        (False, "int8", ["weights"]),
-    ],
-)
-def test_a_compilation_is_announced_before_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, compiles: bool, weights: str, told: list[str]
+@pytest.mark.parametrize("first", [False, True])
+def test_a_compilation_is_announced_after_the_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
-    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: compiles)
-    monkeypatch.setattr(linear, "lacks", lambda form: "")
+    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: first)
     heard = Progress()
-    chat = build(Settings(model=str(folder), weights=weights, kernels="torch"), heard)
-    assert heard.told[: 3 if compiles else None] == told
-    assert chat.facts.form == ("int8" if weights == "int8" else "plain")
+    build(Settings(model=str(folder), kernels="torch"), heard)
+    assert heard.told == ["weights", "kernels"][: 1 + first]
 
 
 def test_what_there_is_to_say_about_the_kernels_comes_before_they_are_compiled(
@@ -183,6 +186,28 @@ def test_what_there_is_to_say_about_the_kernels_comes_before_they_are_compiled(
     heard = Progress()
     build(Settings(model=str(folder)), heard)
     assert heard.told == ["weights", "one", "two", "kernels"]
+
+
+@pytest.mark.parametrize("heard", [Progress(), None])
+def test_what_packs_is_compiled_when_the_first_matrix_is_packed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, heard: Progress | None
+) -> None:
+    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: True)
+    monkeypatch.setattr(linear, "lacks", lambda form: "")
+    chat = build(Settings(model=str(folder), weights="int8", kernels="torch"), heard)
+    assert chat.facts.form == "int8"
+    assert chat.facts.dtype == "bfloat16"
+    if heard is not None:
+        assert heard.told[:3] == ["weights", "kernels", "weights"]
+
+
+def test_nothing_is_announced_where_nothing_is_compiled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: False)
+    heard = Progress()
+    build(Settings(model=str(folder), weights="int8", kernels="torch"), heard)
+    assert heard.told == ["weights"]
 
 
 def test_prompts_are_remembered_as_those_of_the_models_files(
@@ -261,6 +286,21 @@ def test_the_number_of_threads_is_set_where_it_is_asked_for(
 # -- packing --------------------------------------------------------------------------------------
 
 
+def test_packing_chooses_once_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`first` is called before the kernels are chosen, and not before there is a matrix."""
+    said: list[str] = []
+
+    def choose(device: Any, kernels: str, head_dim: int, dtype: Any) -> tuple[Kernels, None]:
+        said.append(f"choose {device} {kernels} {dtype}")
+        return Kernels(), None
+
+    monkeypatch.setattr(dispatch, "choose", choose)
+    made = packing_of("auto", lambda: said.append("first"))
+    assert said == []
+    assert made() is made()
+    assert said == ["first", "choose cpu auto torch.bfloat16"]
+
+
 # -- arguments ------------------------------------------------------------------------------------
 
 
@@ -296,6 +336,14 @@ def test_fields_of_settings_and_options_of_every_policy_are_arguments(tmp_path: 
 # -- facts of the network -------------------------------------------------------------------------
 
 
+def test_the_shape_of_a_cache_is_the_models(folder: Path) -> None:
+    chat = build(Settings(model=str(folder), kernels="torch"))
+    config = replace(chat.engine.network.config, windows=(None, 8, None))
+    shape = shape_of(config)
+    assert (shape.layers, shape.kv_heads, shape.heads) == (3, 2, 4)
+    assert (shape.head_dim, shape.windows, shape.max_context) == (12, (None, 8, None), 2048)
+
+
 def test_the_output_projection_is_cut_by_query_head(folder: Path) -> None:
     """Mixed values [H, G, D] through it are what the layer's own matrix makes of them."""
     network = build(Settings(model=str(folder), kernels="torch")).engine.network
@@ -304,6 +352,18 @@ def test_the_output_projection_is_cut_by_query_head(folder: Path) -> None:
         found: Tensor = torch.einsum("hgd,hgdc->c", mixed, output_of(network)(1))  # type: ignore[arg-type]
         want = network.layers[1].out(mixed.reshape(1, -1))[0]
     torch.testing.assert_close(found, want)
+
+
+def test_threads_learn_how_to_wait_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a program that uses the package, too."""
+    calls: list[str] = []
+    monkeypatch.setattr(threads, "wait_briefly", lambda: calls.append("wait"))
+    monkeypatch.setattr("minikv.models.refuse_without_torch", lambda: calls.append("torch"))
+    with pytest.raises(ModelError):
+        build(Settings(model=str(tmp_path / "nowhere")))
+    assert calls[:2] == ["wait", "torch"]
 
 
 def test_what_is_public_is_shown_and_nothing_else() -> None:

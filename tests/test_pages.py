@@ -123,6 +123,13 @@ def test_a_slab_goes_with_its_last_tensor() -> None:
     assert slab() is None
 
 
+def test_it_can_be_trained() -> None:
+    weight = Pages(CPU).empty((512, 512), torch.float32).normal_().requires_grad_()
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+    assert bool((weight.grad == 2).all())
+
+
 @needs_large
 @pytest.mark.parametrize("refused", ["map", "advice"])
 def test_without_such_memory_it_is_torch_s(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-from pairwise import covering, pairwise
+from pairwise import beside, covering, pairwise
 
 
 def pairs(cases: object) -> set[object]:
@@ -25,3 +25,12 @@ def test_what_cannot_meet_does_not() -> None:
     assert set(found) <= set(cases)
     assert pairs(found) == pairs(cases)
     assert len(found) < len(cases) / 2
+
+
+def test_each_case_comes_with_some_of_the_rest() -> None:
+    assert beside([("a", "b"), ("a", "c")], (1, 2)) == [
+        ("a", "b", 1),
+        ("a", "b", 2),
+        ("a", "c", 1),
+        ("a", "c", 2),
+    ]

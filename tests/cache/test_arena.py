@@ -58,3 +58,13 @@ def test_an_arena_of_another_shape_is_not_taken() -> None:
         other.length.fill_(5)
         assert not mine.take(other)
     assert mine.length.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_segments_that_were_just_laid_hold_nothing() -> None:
+    arena = filled([60, 90], [[6, 0, 20], [3, 4, 5]], None)
+    arena.free_slot.fill_(7)
+    arena.lay(torch.tensor([[10, 20, 30], [40, 0, 50]]))
+    assert arena.start.tolist() == [[0, 10, 30], [60, 100, 100]]
+    assert arena.capacity.tolist() == [[10, 20, 30], [40, 0, 50]]
+    assert (arena.length == 0).all()
+    assert (arena.free_slot == -1).all()

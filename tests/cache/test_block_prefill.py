@@ -24,7 +24,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
+from minikv.errors import Interrupted, UsageError
 from minikv.models.llama import Llama
 from minikv.policies.base import StepPolicy
 from minikv.policies.tova import Tova
@@ -101,6 +101,40 @@ def test_chunks_of_the_network_do_not_change_the_blocks(blocks: list[int]) -> No
         blocks.clear()
         found.append(kept(run.kv))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_budget_above_the_length_changes_nothing(name: str) -> None:
+    """Beside a whole prompt: to rounding, for attention is summed in another order."""
+    net = network()
+    run, full = strided(net, name, 400, 16), engine(net)
+    for turn in range(2):
+        got, want = run.prompt(ids(90, seed=turn)), full.prompt(ids(90, seed=turn))
+        assert torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert kept(run.kv) == kept(full.kv)
+
+
+@pytest.mark.parametrize("name", ["roco", "hashevict"])
+def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
+    net = network(rows=16)
+    plain, stopped = strided(net, name, 40, 8), strided(net, name, 40, 8)
+    for run in (plain, stopped):
+        run.prompt(ids(100))
+        run.step(3)
+    want = plain.prompt(ids(60, seed=1))
+    for at in range(1, 12, 3):
+        calls = 0
+
+        def stop(done: int, total: int, at: int = at) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == at:
+                raise Interrupted("stopped", "")
+
+        with pytest.raises(Interrupted):
+            stopped.prompt(ids(60, seed=2), progress=stop)
+    assert torch.equal(stopped.prompt(ids(60, seed=1)), want)
+    assert kept(stopped.kv) == kept(plain.kv)
 
 
 def feed(kv: KVCache, query: Tensor, key: Tensor) -> None:
@@ -207,6 +241,20 @@ def test_what_does_not_go_together(given: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError) as refused:
         EvictionConfig.read(**given)  # type: ignore[arg-type]
     assert says in str(refused.value)
+
+
+def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
+    """A policy that evicts before attention needs room for the block inside its cap."""
+    net = network(rows=256)
+    with pytest.raises(UsageError, match="too small"):
+        strided(net, "hashevict", 30, 32)
+    with pytest.raises(UsageError) as refused:
+        strided(net, "hashevict", 30, 32)
+    assert "is 46 tokens per head" in refused.value.hint
+    run = strided(net, "hashevict", 46, 32)
+    run.prompt(ids(200))
+    assert {len(rows) for rows in kept(run.kv)} == {46}
+    assert blocks == split(200, 32) * 3
 
 
 @pytest.mark.parametrize("name", ["roco", "hashevict"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from pairwise import pairwise
+from pairwise import covering, pairwise
 from small import COMPOSITIONS, VOCAB, Walk, ids, least, network, over, parts, spell
 from torch import Tensor
 
@@ -195,6 +195,30 @@ def test_the_smallest_budget_is_enough_at_every_extreme(name: str, part: str) ->
             pinned = next(pins)
             walk = Walk(EvictionConfig.read(info.name, "none", rows + pinned, given), pinned=pinned)
             walk.prompt(ids(100))
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "pinned", "spare"),
+    covering(
+        (name, step, pinned, spare)
+        for name in ("h2o+ada+pyramid", "l2+ada", "tova+ada+turns")
+        for step in STEPS
+        for pinned in (FEW, PINNED)
+        for spare in (0, 1)
+        if step != "none"
+    ),
+)
+def test_pinned_rows_stay_where_heads_have_little_else(
+    name: str, step: str, pinned: int, spare: int
+) -> None:
+    """However few rows an adaptive budget gives a head, one beside the pins may be overwritten."""
+    given = {"alpha": 0.0} | ({"recent_share": 0.0} if name.startswith("h2o") else {})
+    rows = enough(EvictionConfig.read(name, step, 1, given), pinned)
+    walk = Walk(EvictionConfig.read(name, step, rows + spare, given), pinned=pinned)
+    for turn in range(2):
+        walk.prompt(ids(90, seed=10 * pinned + spare + turn))
+        for token in ids(9, seed=5 + spare):
+            walk.step(token)
 
 
 @pytest.mark.parametrize("capture", [None, Eager()], ids=["host", "device"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from layouts import HEADS, SIZE, filled, random, segment
+from torch import Tensor
 
 from minikv.cache.compaction import Room, append_rows, gather_survivors
 from minikv.kernels.dispatch import Kernels
@@ -99,3 +102,34 @@ def test_rows_are_written_behind_those_that_stay(kv: torch.dtype | None) -> None
     assert old.length[1].tolist() == [6] * HEADS
     assert target.length.tolist() == [[6] * HEADS, [11] * HEADS]
     assert target.cap[1].tolist() == [8, 9, 10]
+
+
+class Bounded(Kernels):
+    """Kernels that say how many rows of a head they were told to expect at the most."""
+
+    def __init__(self) -> None:
+        self.most: list[int] = []
+
+    def gather_rows(self, *given: Any) -> None:
+        self._note(given[1], given[-1])
+        super().gather_rows(*given)
+
+    def gather_columns(self, *given: Any) -> None:
+        self._note(given[1], given[-1])
+        super().gather_columns(*given)
+
+    def _note(self, count: Tensor, most: int) -> None:
+        assert int(count.max()) <= most
+        self.most.append(most)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_kernels_are_told_of_no_more_rows_than_the_layer_has_room_for(layer: int) -> None:
+    """What they launch is as large; of a prompt of 30 tokens, too."""
+    like, ops, regions = filled([9, 9, 9], [[0] * 3] * 3, None), Bounded(), [21, 12, 200]
+    target = like.fresh(regions, {})
+    pos = torch.arange(30).expand(HEADS, 30)
+    staged = like.stored(Kernels(), *torch.randn(2, HEADS, 30, SIZE, generator=random(6)))
+    gather_survivors(ops, target, layer, pos < 4, pos, Room(), staged, {})
+    assert {*ops.most} == {min(30, regions[layer])}
+    assert target.length[layer].tolist() == [4] * HEADS

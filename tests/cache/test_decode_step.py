@@ -28,6 +28,10 @@ from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels, TorchOnCPU, choose
 from minikv.models.llama import Llama
 from minikv.models.tensors import randomise
+from minikv.policies.base import StepView
+from minikv.policies.tova import Tova
+
+FIRST = ("hashevict", "l2", "random", "streaming")  # these evict before attention
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +109,17 @@ def test_an_answer_that_outgrows_its_segments_and_heads_that_fill_up_one_by_one(
     run.agree()
 
 
+def test_a_choice_by_the_query_leaves_layers_alone_that_have_room() -> None:
+    run = pair(Tape(), "full", "hashevict", 44)
+    run.here.kv.use(Kernels())
+    run.prompt(ids(36))
+    for made in (run.here, run.there):
+        made.kv.arena.cap[0] = 36  # full while the other layer grows
+    run.write(4)
+    run.agree()
+    assert run.here.kv.arena.held.tolist() == [[36] * 3, [40] * 3]
+
+
 @pytest.mark.parametrize("step", ["none", *STEPS])
 @pytest.mark.parametrize("marked", [False, True])
 def test_a_step_asks_the_device_for_nothing(step: str, marked: bool) -> None:
@@ -123,6 +138,21 @@ def test_a_step_asks_the_device_for_nothing(step: str, marked: bool) -> None:
     assert int(decode.eviction.position) == kv.position + 4
 
 
+@pytest.mark.parametrize("step", [n for n in ("none", *STEPS) if n not in FIRST])
+def test_a_step_that_is_not_ended_leaves_no_trace(step: str) -> None:
+    """Its row belongs to no head; the next step takes its place."""
+    made = engine(network(layers=2), "full", step, None if step == "none" else 24)
+    made.prompt(ids(30 if step == "none" else 40))
+    kv = made.kv
+    held = _held(kv.arena)
+    decode = kv.begin_step()
+    made.network.forward(torch.tensor([5]), decode)
+    assert int(decode.eviction.position) == kv.position
+    after = _held(decode.eviction.arena)
+    for name, rows in held.items():
+        assert torch.equal(rows, after[name]), name
+
+
 def _held(arena: Arena) -> dict[str, Tensor]:
     """The rows in use of every column, layer by layer."""
     found: dict[str, Tensor] = {}
@@ -133,7 +163,53 @@ def _held(arena: Arena) -> dict[str, Tensor]:
     return found
 
 
+def test_a_new_row_inherits_nothing_from_the_row_it_overwrites() -> None:
+    """Under HashEvict beside a prompt policy with a column of its own, which the kernel that writes
+    rows by their codes may not know."""
+    made = engine(network(layers=2), "kvzip", "hashevict", 48)
+    (own,) = {*made.kv.arena.extra} - {"code"}
+    made.prompt(ids(60))
+    made.kv.arena.columns[own].fill_(7.0)
+    first = made.kv.position
+    for token in ids(6):
+        made.step(token)
+    columns = made.kv.arena.columns
+    new = (columns["pos"] >= first) & (columns["pos"] < first + 6)
+    assert int(new.sum()) == 6 * made.kv.arena.length.numel()
+    assert not bool(columns[own][new].any())
+    assert bool((columns[own][~new] == 7.0).any())
+
+
 # -- what a policy is shown ----------------------------------------------------------------------
+
+
+def test_a_policy_sees_the_rows_that_may_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither padding nor pinned rows, nor those that leave last while there are others, and none
+    of a head that gives up nothing."""
+    made = engine(network(layers=2), "full", "tova", 24)
+    made.kv.use(Kernels())
+    made.kv.pin(5)
+    made.prompt(ids(24))
+    made.kv.arena.cap[0, 1] = 30
+    seen: list[StepView] = []
+    score = Tova.score
+
+    def listen(self: Tova, view: StepView) -> Tensor:
+        seen.append(view)
+        return score(self, view)
+
+    monkeypatch.setattr(Tova, "score", listen)
+    monkeypatch.setattr(made.kv, "_leaves_last", lambda arena: arena.columns["pos"] == 7)
+    made.step(3)
+    (view,) = seen
+    assert (len(view.pos), view.layer, view.heads, view.count) == (6, 0, 3, 1)
+    shown = [p for p in range(5, 25) if p != 7]
+    assert sorted(view.pos[0].unique().tolist()) == [-1, *shown]
+    assert bool((view.pos[1] == -1).all())
+    assert view.keys is not None
+    assert view.keys(torch.tensor([2])).shape == (1, view.pos.shape[1], 8)
+    assert sorted(view.pos[0][view.free[0]].tolist()) == shown[:-1]  # the newest row stays
+    assert torch.equal(view.column("pos")[0].unique(), torch.arange(25, dtype=torch.int32))
 
 
 # -- what kernels take over -----------------------------------------------------------------------
@@ -183,7 +259,7 @@ def test_a_step_that_is_stopped_at_any_line_counts_or_drops_the_cache(
                 run.kv.abandon()
                 run.kv.settle()
                 if run.kv.position == 0:
-                    assert int(run.kv.arena.length.sum()) == run.kv.decode.nbytes == 0
+                    assert int(run.kv.arena.length.sum()) == 0
                     assert run.kv.reading is None
                     again = begun(plain)
                     run.prompt(ids(50))
@@ -258,6 +334,41 @@ def test_what_a_graph_reads_stays_where_it_is() -> None:
 # -- a kernel that computes all layers ------------------------------------------------------------
 
 
+@pytest.mark.parametrize("step", ["none", *STEPS])
+def test_all_layers_are_computed_at_once_unless_a_policy_reads_each(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gets what is fixed while steps are open, once, and the first row is made room
+    for."""
+    run = engine(
+        network(layers=2, windows=(None, 16)), "full", step, None if step == "none" else 24
+    )
+    run.prompt(ids(40))
+    made: list[tuple[Any, ...]] = []
+
+    def step_arena(*given: Any) -> tuple[Any, ...]:
+        made.append(given)
+        return given
+
+    monkeypatch.setattr(run.kv.ops, "step_arena", step_arena)
+    decode = run.kv.begin_step()
+    found = decode.step_arena()
+    if decode.eviction.queries is not None:  # they are read layer by layer
+        assert found is None
+        return
+    assert (found is made[0]) == (decode.step_arena() is found) == (len(made) == 1)
+    *_, logits, lse, rule, rows, free_slot = made[0]
+    arena, policy = decode.eviction.arena, decode.eviction.policy
+    assert free_slot is arena.free_slot
+    evicts_first = policy is not None and policy.evict_first
+    reads = policy is not None and not evicts_first
+    assert [one for one in (logits, lse) if one is not None] == [*decode.eviction.scratch]
+    assert (logits is not None) == (lse is not None) == reads
+    by_query = step == "hashevict"
+    assert (rule is policy) == (rows is not None) == by_query or policy is None
+    assert bool((arena.free_slot >= 0).any()) == (evicts_first and not by_query)
+
+
 @pytest.mark.parametrize(
     ("kv", "marked", "served"),
     [(None, False, True), (torch.int8, False, False), (None, True, False)],
@@ -293,9 +404,5 @@ def test_without_such_a_kernel_or_if_it_refuses_nothing_is_done(
     monkeypatch.setattr(by_query.kv.ops, "step_arena", lambda *given: given)
     monkeypatch.setattr(by_query.kv.ops, "append_evict", {})
     assert by_query.kv.begin_step().step_arena() is None
-    by_layer = engine(network(layers=2), "full", "triattention", 24)  # it reads their queries
-    by_layer.prompt(ids(40))
-    monkeypatch.setattr(by_layer.kv.ops, "step_arena", lambda *given: given)
-    assert by_layer.kv.begin_step().step_arena() is None
     run.kv.begin(5)
     assert run.kv.step_arena() is None

@@ -3,9 +3,79 @@ that the others stay side by side."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
 import torch
+from layouts import segment
+from small import ids
+from stepping import pair
+from tape import Tape
+from torch import Tensor
 
 from minikv.cache.eviction import close_gaps, leaving
+from minikv.cache.rules import Rules
+from minikv.policies.base import PromptView, StepPolicy, StepView
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redundant(StepPolicy):
+    """Evicts `block` rows at once: those whose keys are most like the head's other keys. What a
+    method such as R-KV needs: old keys, and several rows of a head at a time."""
+
+    block: int = 4
+    sinks: int = 2
+    name: str = "redundant"
+
+    @property
+    def columns(self) -> dict[str, torch.dtype]:
+        return {"seen": torch.float32}
+
+    def init(self, view: PromptView) -> dict[str, Tensor]:
+        return dict(view.carried)
+
+    def update(
+        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
+    ) -> None:
+        columns["seen"].add_(1.0)
+
+    def score(self, view: StepView) -> Tensor:
+        assert view.keys is not None
+        keys = view.keys(torch.arange(len(view.pos))).float()
+        keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
+        return -(keys @ keys.sum(1)[..., None])[..., 0]
+
+
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_several_rows_of_a_head_leave_at_once(kv: torch.dtype | None) -> None:
+    """Heads grow to cap + block - 1 rows, then are at their cap; the rows that stay are those of
+    the highest score, in every column, and steps launched ahead agree."""
+    budget, policy = 24, Redundant()
+    run = pair(Tape(), "full", "tova", budget, kv=kv)
+    for made in (run.here, run.there):
+        made.kv.configure(Rules(None, policy, made.kv.rules.budget))
+    run.prompt(ids(22))
+    lengths = []
+    for _ in range(14):
+        before = set(run.here.kv.kept(1, 0).tolist())
+        run.write(1)
+        run.agree()
+        after = set(run.here.kv.kept(1, 0).tolist())
+        lengths.append(len(after))
+        gone = before - after
+        assert len(gone) in (0, 4)
+        assert not gone & {0, 1}  # sinks
+        assert run.here.kv.position - 1 in after
+    assert lengths == [23, 24, 25, 26, 27, 24, 25, 26, 27, 24, 25, 26, 27, 24]
+    arena = run.here.kv.arena
+    for layer in range(len(arena.start)):
+        for head in range(arena.heads):
+            at = segment(arena, "pos", layer, head)
+            seen = segment(arena, "seen", layer, head)
+            # A row counts the steps since it came, so the columns moved with their rows.
+            want = (run.here.kv.position - at).clamp(max=14).to(torch.float32)
+            assert torch.equal(seen, want)
 
 
 def test_gaps_are_closed_in_every_column() -> None:

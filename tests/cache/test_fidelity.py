@@ -8,14 +8,18 @@ import pytest
 import small
 import torch
 from layouts import segment
+from test_no_host_sync import FAR, GROUP, HEADS, SIZE, far, without_waiting
 from test_prefill import contents
 from tiers import served, tiered
 
 from minikv import policies
+from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
-from minikv.cache.fidelity import Fidelity, LastToken, compared, divergence
+from minikv.cache.fidelity import LastToken, divergence
 from minikv.cache.rules import Rules
+from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
+from minikv.kernels.dispatch import Kernels
 from minikv.models.llama import Llama
 
 TOKENS = 150
@@ -170,6 +174,23 @@ def test_measuring_changes_no_bit(policy: str, kv: torch.dtype | None) -> None:
         assert torch.equal(run.step(token), plain.step(token))
 
 
+def test_an_error_in_the_middle_changes_no_bit() -> None:
+    net = small.network(layers=2)
+    run = tiered(small.engine(net, "adakv", "roco", 48))
+    ids = small.ids(TOKENS)
+    run.recall(ids)
+    before = contents(run.kv.arena)
+    last = LastToken(run.kv.shape, run.kv.arena, TOKENS - 1, run.kv.ops)
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    last._ops = type("Broken", (), {"ragged_attention": staticmethod(fails)})()
+    with pytest.raises(KeyboardInterrupt):
+        net.forward(torch.tensor(ids[-1:]), last)
+    assert contents(run.kv.arena) == before
+
+
 def test_what_lost_nothing_is_zero_and_measuring_without_memory_changes_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -197,4 +218,23 @@ def test_the_divergence_of_known_distributions() -> None:
     want = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     assert float(divergence(p.log(), q.log())) == pytest.approx(want, abs=1e-6)
     assert float(divergence(p.log() + 3, p.log())) == pytest.approx(0.0, abs=1e-6)
-    assert compared(p.log(), q.log(), torch.tensor([torch.nan])) == Fidelity()  # not measured
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("kv", [None, torch.int8])
+def test_no_layer_waits_for_the_device(kv: torch.dtype | None, held: bool) -> None:
+    shape = Shape(2, HEADS, HEADS * GROUP, SIZE, (None, 40), 4096)
+    arena = Arena(2, HEADS, SIZE, torch.float32, FAR, {}, kv=kv, rows=[90, 90])
+    last = object.__new__(LastToken)  # what is read once, when it is made
+    last.shape, last.arena, last.position, last._ops = shape, arena, 149, Kernels()
+    last.width, last._all_held = 32, held
+    last._slot = far(2, HEADS, dtype=torch.int64)
+    last._held = far(2, HEADS, dtype=torch.bool)
+    last._oldest = far(2, dtype=torch.int64)
+    with without_waiting():
+        for layer in range(2):
+            q, k = far(1, HEADS * GROUP, SIZE), far(1, HEADS, SIZE)
+            assert last.attend(layer, q, k, k).shape == (1, HEADS * GROUP, SIZE)
+        exact = [(q[0], q[0]), (q[0], q[0])]
+        assert last.output_errors(exact).shape == (2,)
+        divergence(far(97), far(97))

@@ -109,3 +109,55 @@ def test_the_best_rows_of_all_layers_stay(
         for token in ids(6, seed=turn):
             assert bool(torch.isfinite(run.step(token)).all())
     assert spread_out
+
+
+@pytest.mark.parametrize("windows", [None, (24, None, 60)])
+def test_what_each_layer_lost_is_the_attention_of_the_rows_that_left(
+    windows: tuple[int | None, ...] | None,
+) -> None:
+    """The mean over a layer's heads, of every layer; what slid out of a window was not lost."""
+    net = network(windows=windows)
+    made = policies.prompt_policy("snapkv", {"window": 4, "kernel": 1})
+    assert made is not None
+    shares: dict[int, list[dict[int, float]]] = {}
+
+    def note(view: PromptView, scores: Tensor) -> None:
+        assert view.mass is not None
+        given = view.mass.mean(1).masked_fill(view.pos < 0, 0.0)
+        given = given / given.sum(1, keepdim=True)
+        rows = zip(view.pos.tolist(), given.tolist(), strict=True)
+        shares[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
+
+    spied = replace(made, scorer=Spy(made.scorer, note), layers=GlobalBudget())
+    run = Engine(net, over(net, Rules(spied, None, Budget.parse(15))))
+    for turn in range(2):
+        run.prompt(ids(60, seed=turn))
+        for layer, lost in enumerate(run.kv.state.outcome.lost):
+            heads = enumerate(shares[layer])
+            stayed = [sum(given[p] for p in run.kv.kept(layer, h).tolist()) for h, given in heads]
+            assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
+    assert len({*run.kv.state.outcome.lost}) == 3
+
+
+def test_the_tables_say_where_the_rows_lie() -> None:
+    """Segments follow each other without a gap; each has its rows, its cap and the room above it;
+    without a step policy the heads own all but the pool's last row."""
+    net = network()
+    for step, spare in (("roco", 1), ("streaming", 0), (None, None)):
+        prompt, _ = policy("snapkv")
+        made = policies.step_policy(step) if step else None
+        run = Engine(net, over(net, Rules(prompt, made, Budget.parse(40))))
+        for tokens in (30, 80):
+            run.prompt(ids(tokens), room=7)
+            arena = run.kv.arena
+            start, capacity = arena.start.flatten(), arena.capacity.flatten()
+            assert start.tolist() == (capacity.cumsum(0) - capacity).tolist()
+            assert arena.region[:3] == arena.start[:, 0].tolist()
+            assert int(arena.cap.sum()) == 9 * 40
+            assert bool((arena.length <= arena.cap).all())
+            if spare is None:
+                assert int(capacity.sum()) == arena.rows - 1
+                assert bool((arena.capacity >= arena.cap + 7).all())
+            else:
+                assert torch.equal(arena.capacity, arena.cap + spare)
+            assert bool((arena.free_slot == -1).all())

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from small import PAIRS, by_day, engine, ids, network
+from torch import Tensor
 
 import minikv
 from minikv import kernels
@@ -63,6 +64,26 @@ def test_three_turns_under_every_pair(prompt: str, step: str) -> None:
         now = coded(run)
         assert all(before[at] == now[at] for at in before.keys() & now.keys())
         before = now
+
+
+def test_a_step_policy_that_reads_prompts_goes_on_too() -> None:
+    run = int8(network(), "full", "h2o", 40, stride=8)
+    for turn in range(2):
+        assert run.prompt(ids(60, seed=turn)).isfinite().all()
+        assert run.step(3).isfinite().all()
+
+
+def logits(run: Engine) -> Tensor:
+    run.prompt(ids(200))
+    return torch.stack([run.step(token) for token in ids(5, seed=1)])
+
+
+def test_the_loss_is_small_and_there() -> None:
+    """A prompt is mixed before its rows are stored; an answer sees codes."""
+    net = network(layers=2)
+    exact, got = logits(engine(net, budget=48)), logits(int8(net, budget=48))
+    error = float((got - exact).norm() / exact.norm())
+    assert 0 < error < 0.02
 
 
 def test_the_bytes_are_counted_as_they_are() -> None:

@@ -3,18 +3,17 @@ exactly what a mask over the full cache would hide."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 import weakref
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from faults import Allocations, Fault
 from layouts import segment
 from pairwise import beside
-from small import FAMILIES, PAIRS, Dense, by_day, engine, ids, network, scheduler
+from small import FAMILIES, PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
 from torch import Tensor
 
@@ -24,9 +23,34 @@ from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
+from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import Outcome
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.errors import ContextError, NumericsError, UsageError
 from minikv.models.llama import Llama
+
+
+def two_turns(runner: object, first: int, second: int, answer: int = 6) -> list[Tensor]:
+    logits = []
+    for turn, length in enumerate((first, second)):
+        logits.append(runner.prompt(ids(length, seed=turn)))  # type: ignore[attr-defined]
+        for token in ids(answer, seed=10 + turn):
+            logits.append(runner.step(token))  # type: ignore[attr-defined]
+    return logits
+
+
+@pytest.mark.parametrize(
+    ("prompt", "step", "family", "second"), by_day(beside(PAIRS, ("", *FAMILIES), (1, 7, 33)))
+)
+def test_budget_above_length_changes_no_bit(
+    prompt: str, step: str, family: str, second: int
+) -> None:
+    """Unless a window slides: see `DenseAttend`."""
+    net = network(**FAMILIES.get(family, {}) | {"windows": None})
+    got = two_turns(engine(net, prompt, step, 128), 45, second)
+    want = two_turns(Dense(net), 45, second)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
 
 
 class MaskedDense:
@@ -112,24 +136,79 @@ def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: s
 
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
-    """At some chunks of its layers, others for each pair and turn."""
-    net, first = network(rows=32), PAIRS.index((prompt, step)) % 4 + 1
-    plain, stopped = (engine(net, prompt, step, 48) for _ in range(2))
+    """Stopped at every chunk of every layer: of two policies each at a half of them, some in the
+    first turn, the others in the second."""
+    net, late = network(rows=32), 2 * (PAIRS.index((prompt, step)) % 2)
+
+    class Stop(Exception):
+        pass
+
+    plain = engine(net, prompt, step, 48)
+    stopped = engine(net, prompt, step, 48)
     for turn in range(2):
-        for at in range(first + turn, 10, 4):
-            calls = itertools.count(1)
-
-            def stop(done: int, total: int, at: int = at, calls: Iterator[int] = calls) -> None:
-                if next(calls) == at:
-                    raise KeyboardInterrupt
-
-            with contextlib.suppress(KeyboardInterrupt):
-                stopped.prompt(ids(75, seed=at), progress=stop)
-                raise AssertionError("not stopped")
         tokens = ids(70, seed=turn)
-        assert torch.equal(stopped.prompt(tokens), plain.prompt(tokens))
+        calls = 0
+
+        def count(done: int, total: int) -> None:
+            nonlocal calls
+            calls += 1
+
+        want = plain.prompt(tokens, progress=count)
+        twice = prompt.startswith("kvzip")  # it reads everything twice
+        assert calls == 3 * 3 * (1 + twice)  # layers x chunks
+        for at in range(1 + turn + late, calls + 1, 4):
+            seen = 0
+
+            def stop(done: int, total: int, at: int = at) -> None:
+                nonlocal seen
+                seen += 1
+                if seen == at:
+                    raise Stop
+
+            before = [stopped.kv.kept(0, h).tolist() for h in range(3)] if turn else None
+            with pytest.raises(Stop):
+                stopped.prompt(ids(75, seed=99 + at), progress=stop) if at % 4 > 1 else (
+                    stopped.prompt(tokens, progress=stop)
+                )
+            if turn:
+                assert [stopped.kv.kept(0, h).tolist() for h in range(3)] == before
+        assert torch.equal(stopped.prompt(tokens), want)
         for token in ids(12, seed=20 + turn):
             assert torch.equal(stopped.step(token), plain.step(token))
+
+
+@pytest.mark.parametrize("step", policies.step_names())
+def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in any layer of a step: the cache is empty, its memory is free, and it is as good as
+    a new one. That needs no memory."""
+    monkeypatch.setattr(KVCache, "attend_unrotated", None)
+    net = network()
+    run, other = engine(net, "adakv", step, 48), engine(net, "adakv", step, 48)
+    other.prompt(ids(100))
+    attend = run.kv.attend
+    for broken in range(3):
+        run.prompt(ids(100))
+        run.step(1)
+
+        def fail(layer: int, q: Tensor, k: Tensor, v: Tensor, broken: int = broken) -> Tensor:
+            out = attend(layer, q, k, v)
+            if layer == broken:
+                raise MemoryError
+            return out
+
+        run.kv.attend = fail  # type: ignore[method-assign]
+        with pytest.raises(MemoryError):
+            run.step(5)
+        run.kv.attend = attend  # type: ignore[method-assign]
+        assert (run.kv.position, run.kv._arena.rows, run.kv.decode.nbytes) == (0, 0, 0)
+        assert run.kv.stats().seen == 0
+    run.prompt(ids(100))
+    with Allocations(Fault("allocation", 1, lasting=True)):
+        run.kv.drop()
+    assert (run.kv.position, run.kv._arena.rows) == (0, 0)
+    run.prompt(ids(100))
+    for token in ids(4):
+        assert torch.equal(run.step(token), other.step(token))
 
 
 def test_nan_logits_stop_the_turn() -> None:
@@ -163,6 +242,26 @@ def test_context_is_refused_not_cut() -> None:
         run.step(1)
 
 
+def test_answers_without_eviction_outgrow_their_room() -> None:
+    """`--decode none` keeps every row of the answer, however long it is."""
+    net = network()
+    run = engine(net, "adakv", "none", 48)
+    dense = engine(net, "full", "none", None)
+    run.prompt(ids(100))
+    dense.prompt(ids(100))
+    for token in ids(300, seed=2):
+        run.step(token)
+        dense.step(token)
+    assert run.kv.stats().kept_mean == 48 + 300
+    assert dense.kv.stats().kept_min == 400
+    oracle = Dense(net)
+    oracle.prompt(ids(100))
+    for token in ids(300, seed=2):
+        want = oracle.step(token)
+    torch.testing.assert_close(dense.step(7), oracle.step(7))
+    assert want.isfinite().all()
+
+
 def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> None:
     net = network()
     run = engine(net, "full", "none", None)
@@ -181,6 +280,31 @@ def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> No
     run.step(2)
     run.reset()
     assert run.kv.stats().allocated_bytes == 0
+
+
+def test_without_memory_for_its_columns_a_policy_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = engine(network(), "adakv", "h2o", 48)
+    run.prompt(ids(60))
+    before, columns = run.kv.rules.step, dict(run.kv.arena.columns)
+
+    def fail(*given: object, **more: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minikv.cache.arena.torch.zeros", fail)
+        with pytest.raises(MemoryError):
+            run.kv.configure(
+                Rules(
+                    policies.prompt_policy("adakv"),
+                    policies.step_policy("roco"),
+                    run.kv.rules.budget,
+                )
+            )
+    assert run.kv.rules.step is before
+    assert run.kv.arena.columns.keys() == columns.keys()
+    assert all(run.kv.arena.columns[name] is column for name, column in columns.items())
 
 
 @pytest.mark.parametrize("step", policies.step_names())
@@ -329,6 +453,36 @@ def test_a_step_that_an_interrupt_left_drops_the_cache(then: str) -> None:
     assert (run.kv.position, run.kv.stats().kept_max) == (0, 0)
 
 
+def test_a_cache_never_keeps_more_than_twice_the_memory_that_it_needs() -> None:
+    """Room that was made for a long answer is given back by a prompt with a short one; room that is
+    little more than needed is kept, and nothing is copied."""
+    run = engine(network(), "full", "none", None)
+    run.prompt(ids(100), room=1000)
+    wide = run.kv.arena.rows
+    run.prompt(ids(50), room=300)
+    assert run.kv.arena.rows == 9 * 450 < wide / 2
+    address = run.kv.arena.columns["k"].data_ptr()
+    run.prompt(ids(10), room=100)
+    assert run.kv.arena.rows == 9 * 450
+    assert run.kv.arena.columns["k"].data_ptr() == address
+
+
+@pytest.mark.parametrize("step", ["none", "tova"])
+def test_the_smallest_budget_beside_pins_is_what_the_message_says(step: str) -> None:
+    """Without a step policy nothing but the prompt policy's own rows lies among the pinned ones."""
+    options: dict[str, object] = {"window": 8, "sinks": 0}
+    need = 5 + 8 + 1
+    for budget in (need, need - 1):
+        run = engine(network(), "snapkv", step, budget, prompt_options=options)
+        if budget == need:
+            run.kv.pin(5)
+            run.prompt(ids(60))
+        else:
+            with pytest.raises(UsageError) as refused:
+                run.kv.pin(5)
+            assert f"is {need} tokens" in refused.value.hint
+
+
 def test_what_fits_a_window_and_the_budget_is_not_judged() -> None:
     """Nothing leaves, so that nothing is lost, no question decided anything, and every head may
     grow to the budget, or to the window where that is less."""
@@ -367,6 +521,81 @@ def test_rows_that_go_back_to_the_old_addresses_are_the_same_rows() -> None:
     assert len(places) == 1
 
 
+def test_a_graph_is_not_taken_for_that_of_other_kernels() -> None:
+    """`use` makes new counts and places of rows beside the same arena: no graph may read the old
+    ones."""
+    run = engine(network(), "snapkv", "none", 60)
+    run.prompt(ids(100))
+    decodes = []
+    for _ in range(2):
+        decodes.append(run.kv.begin_step(captured=True))
+        run.kv._stepping = False  # nothing is computed
+        run.kv.use(run.kv.ops)
+    assert decodes[0].key != decodes[1].key
+
+
+@pytest.mark.parametrize("step", ["roco", "rkv"])
+def test_a_step_policy_that_needs_more_room_gets_it(step: str) -> None:
+    """The prompt was read under one that needs no row above the cap."""
+    walk = Walk(EvictionConfig.read("full", "hashevict", 40))
+    walk.prompt(ids(40))
+    assert torch.equal(walk.kv.arena.capacity, walk.kv.arena.cap)
+    later = EvictionConfig.read("full", step, 40)
+    walk.configure(replace(later, decode_options={**later.decode_options, **SOON.get(step, {})}))
+    for token in ids(9):
+        walk.step(token)
+
+
+def test_all_of_a_later_prompt_is_scored_by_a_second_pass() -> None:
+    """The first positions of the conversation are not; those of a later prompt are not first."""
+    run = engine(network(), "kvzip", "none", 20)
+    for first in (4, 0):
+        run.kv.begin(60)
+        assert isinstance(run.kv.reading, SecondPass)
+        texts = [repeat for repeat, _ in run.kv.reading.texts(ids(60))]
+        assert [texts[0].begin, texts[-1].end] == [first, 60]
+        run.kv.abandon()
+        run.prompt(ids(60))
+
+
+@pytest.mark.parametrize("how", ["reset", "new rules", "use"])
+def test_nothing_that_steps_work_with_outlives_them(how: str) -> None:
+    """Where a conversation is forgotten, and where others compute: steps that are under way are
+    finished, and their memory is free."""
+    run = engine(network(), "snapkv", "tova", 48)
+    run.prompt(ids(60))
+    run.step(1)
+    kv, asked = run.kv, []
+    kv.before_settling = lambda: asked.append(kv.position)
+    decode = kv.decode
+    assert decode.nbytes > 0
+    if how == "use":
+        kv.use(kv.ops)
+    else:
+        kv.reset() if how == "reset" else kv.reset(kv.rules)
+        assert (kv.position, kv._arena.rows) == (0, 0)
+    assert asked[0] == 61
+    assert not decode.is_open
+    assert decode.nbytes == 0
+
+
+@pytest.mark.parametrize(("first", "second"), [(40, 29), (40, 30), (40, 31), (69, 1), (1, 69)])
+@pytest.mark.parametrize(("prompt", "step"), [("full", "none"), ("adakv", "streaming")])
+def test_a_window_that_ends_with_a_later_prompt_has_lost_its_first_row(
+    prompt: str, step: str, first: int, second: int
+) -> None:
+    """Rows may be added where the older ones lie. What the next token does not see is gone."""
+    run = engine(network(windows=(70, None, 70)), prompt, step, 80 if prompt != "full" else None)
+    run.prompt(ids(first), room=60)
+    run.prompt(ids(second, seed=1))
+    end = first + second
+    for layer, window in enumerate((70, end + 1, 70)):
+        for head in range(3):
+            assert run.kv.kept(layer, head).tolist() == list(range(max(0, end - window + 1), end))
+    held = run.kv.stats().held_bytes
+    assert held <= run.kv.stats().full_bytes
+
+
 @pytest.mark.parametrize("grows", [False, True], ids=["a prompt", "a step"])
 def test_an_arena_is_gone_before_its_memory_is_given_back(
     monkeypatch: pytest.MonkeyPatch, grows: bool
@@ -383,26 +612,3 @@ def test_an_arena_is_gone_before_its_memory_is_given_back(
     else:
         run.prompt(ids(30, seed=2), room=4)
     assert gone == [True]
-
-
-@pytest.mark.parametrize(("first", "second"), [(40, 29), (40, 30), (40, 31), (69, 1), (1, 69)])
-def test_a_window_that_ends_with_a_later_prompt_has_lost_its_first_row(
-    first: int, second: int
-) -> None:
-    """Rows may be added where the older ones lie. What the next token does not see is gone."""
-    run = engine(network(windows=(70, None)), "full", "none", None)
-    run.prompt(ids(first), room=60)
-    run.prompt(ids(second, seed=1))
-    end = first + second
-    for layer, window in enumerate((70, end + 1)):
-        for head in range(3):
-            assert run.kv.kept(layer, head).tolist() == list(range(max(0, end - window + 1), end))
-
-
-def test_rows_are_forgotten_and_whole_turns_are_not() -> None:
-    run = engine(network(), "full", "none", None)
-    for turn in range(3):
-        run.prompt(ids(20, seed=turn))
-    run.kv.forget(45)
-    assert (run.kv.position, run.kv.state.turns) == (0, ((0, 20), (20, 40)))
-    assert run.kv.stats().allocated_bytes == 0

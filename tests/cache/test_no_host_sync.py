@@ -124,6 +124,15 @@ def test_what_would_wait_is_refused(ask: Callable[[Tensor], object]) -> None:
         ask(far(3, 4))
 
 
+def test_what_does_not_wait_is_let_through() -> None:
+    with without_waiting():
+        x = far(3, 4)
+        x[:, 1:] = torch.where(MASK, x, 0.0)[:, 1:].masked_fill(MASK[:, 1:], 2.0)
+        x = x.gather(1, torch.zeros_like(x, dtype=torch.int64)) + torch.tensor(2.0)
+        torch.zeros(4).to(FAR, non_blocking=True)
+        assert torch.tensor([1, 2]).tolist() == [1, 2]
+
+
 # -- every policy and option ----------------------------------------------------------------------
 
 

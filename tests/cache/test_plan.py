@@ -100,6 +100,15 @@ def test_rows_before_are_those_that_the_first_token_after_the_prompt_sees() -> N
             assert torch.equal(getattr(found.held, name), getattr(arena, name))
 
 
+def test_an_arena_without_rows_has_tables_of_nothing() -> None:
+    """No head has a row, nor a free slot."""
+    before = RowsBefore.read(SHAPE, filled([0, 0], [[0] * HEADS] * 2, None), 0, 5)
+    assert before.seen == [0, 0]
+    for name in ("start", "length", "capacity", "cap", "held"):
+        assert getattr(before.held, name).tolist() == [[0, 0]] * 2
+    assert before.held.free_slot.tolist() == [[-1, -1]] * 2
+
+
 # -- memory: measured, but for a chunk's output twice, <= planned <= 1.05 x measured ---------------
 
 

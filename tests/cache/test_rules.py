@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from minikv import policies
+from minikv.cache.plan import Prompt, Setup, repeats
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.errors import UsageError
+from minikv.errors import ContextError, UsageError
+from minikv.policies.repeats import Wording
 
 SHAPE = Shape(4, 2, 4, 8, (None, 20, None, None), 1000)
+WORDS = Wording([1, 2], [3], [4])
 
 
 def rules(policy: str, decode: str = "none", budget: str = "100", stride: int = 0) -> Rules:
@@ -70,11 +75,33 @@ def test_layers_share_what_pyramidkv_says_and_a_window_bounds_it() -> None:
     assert rules("snapkv+global").layer_totals(100, 500, SHAPE, 0) is None
 
 
+def test_what_always_has_room_is_not_read_twice() -> None:
+    """Half of the budget, with all before it; of a question, half of the budget by itself."""
+    made = rules("kvzip", budget="200")
+
+    def texts(
+        tokens: int, position: int, *, asks: bool, most: int = 1000, which: Rules = made
+    ) -> int:
+        shape, kind = replace(SHAPE, max_context=most), torch.float32
+        setup = Setup(shape, which, kind, kind, words=WORDS)
+        rows = None if which.budget is None else 200
+        prompt = Prompt(position=position, tokens=tokens, rows=rows, asks=asks)
+        return len(repeats(prompt, setup))
+
+    assert not texts(100, 0, asks=False)
+    assert texts(101, 0, asks=False)
+    assert texts(50, 51, asks=False)
+    assert not texts(50, 51, asks=True)
+    assert texts(101, 51, asks=True)
+    assert not texts(500, 0, asks=False, which=rules("snapkv"))
+    with pytest.raises(ContextError, match="5 of 106 positions are left"):
+        texts(101, 0, asks=False, most=106)
+    assert not texts(500, 0, asks=False, which=replace(made, prompt=None, budget=None))
+
+
 def test_why_a_tier_cannot_be_chosen_from() -> None:
     assert rules("adakv").cannot_recall is None
     assert rules("h2o").cannot_recall == "h2o needs the queries of all tokens"
     assert rules("kvzip").cannot_recall == "kvzip reads everything twice"
-    learning = rules("adakv", "triattention", "300")
-    assert learning.cannot_recall == "triattention needs the queries of all tokens"
     strided = rules("roco", "auto", "100", 8)
     assert strided.cannot_recall == "with a stride rows are evicted while it reads"

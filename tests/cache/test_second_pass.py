@@ -294,6 +294,38 @@ def test_one_cache_answers_many_questions() -> None:
     assert counts[3:] == [counts[3]] * 7
 
 
+@pytest.mark.parametrize("in_file", [False, True])
+@pytest.mark.parametrize("call", [1, 2, 3])
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(
+    call: int, in_file: bool, tmp_path: Path
+) -> None:
+    """Stopped in the prompt, in the first repeat and in the second; then it is read again."""
+    net = network()
+    run, twin = (made(net, "kvzip", 15, "roco", chunk=25)[0] for _ in range(2))
+    if in_file:
+        filed(run, tmp_path / "rows.kv")
+    for each in (run, twin):
+        each.prompt(ids(60))
+        each.step(3)
+    before, forward, calls = kept(run.kv), net.forward, list[int]()
+
+    def fail(tokens: Tensor, kv: object) -> Tensor:
+        calls.append(len(tokens))
+        out = forward(tokens, kv)  # type: ignore[arg-type]
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return out
+
+    net.forward = fail  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.prompt(ids(50, seed=1))
+    net.forward = forward  # type: ignore[method-assign]
+    assert calls == [50, 28, 37][:call]
+    assert (kept(run.kv), run.kv.position, run.kv.reading) == (before, 61, None)
+    assert torch.equal(run.prompt(ids(50, seed=1)), twin.prompt(ids(50, seed=1)))
+    same(run, twin)
+
+
 def test_a_shorter_chunk_where_few_positions_are_left() -> None:
     """The repeats stay in the trained context; where not even a short one fits, it is said before
     anything is read."""

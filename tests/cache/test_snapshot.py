@@ -132,6 +132,46 @@ def test_only_rows_in_use_are_copied_and_never_shared() -> None:
     assert torch.equal(held.layout.free_slot, layout.free_slot)
 
 
+def test_no_memory_for_the_old_cache_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = network()
+    run, twin = (engine(net, "adakv", "roco", 48) for _ in range(2))
+    for each in (run, twin):
+        each.prompt(ids(90))
+    held = run.kv.snapshot()
+    for each in (run, twin):
+        each.prompt(ids(30, seed=1))
+
+    def refuse(self: Any, *like: Any) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("minikv.cache.arena.Arena._blank", refuse)
+        with pytest.raises(MemoryError):
+            put_back(run.kv, held)
+    assert same(go_on(run, 5), go_on(twin, 5))
+
+
+def test_a_restart_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last step can not be finished: the policies are still those of the rows."""
+    run = engine(network(), "adakv", "roco", 40)
+    run.prompt(ids(50))
+    kv = run.kv
+    before = (kv.rules, kv.position)
+
+    def fails() -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as short:
+        short.setattr(kv, "settle", fails)
+        with pytest.raises(MemoryError):
+            kv.reset(Rules())
+        with pytest.raises(MemoryError):
+            kv.reset()
+    assert (kv.rules, kv.position) == before
+    kv.reset(Rules())
+    assert (kv.rules.prompt, kv.position) == (None, 0)
+
+
 def test_a_cache_of_another_network_or_policy_is_not_taken() -> None:
     held = engine(network(), "adakv", "roco", 48).kv.snapshot()
     for other in (
@@ -252,6 +292,12 @@ def test_a_head_with_rows_of_another_ones_segment_is_refused(held: CacheSnapshot
         CacheSnapshot.read(record, held.columns)
 
 
+def test_a_cache_without_positions_has_none_to_check(held: CacheSnapshot) -> None:
+    columns = {name: column for name, column in held.columns.items() if name != "pos"}
+    found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
+    assert found.columns.keys() == columns.keys()
+
+
 def test_a_record_without_a_key_or_with_a_short_column_is_refused(held: CacheSnapshot) -> None:
     for key in held.record():
         record = held.record()
@@ -260,9 +306,3 @@ def test_a_record_without_a_key_or_with_a_short_column_is_refused(held: CacheSna
             CacheSnapshot.read(record, held.columns)
     with pytest.raises(ValueError, match="every row"):
         CacheSnapshot.read(held.record(), {**held.columns, "pos": held.columns["pos"][1:]})
-
-
-def test_a_cache_without_positions_has_none_to_check(held: CacheSnapshot) -> None:
-    columns = {name: column for name, column in held.columns.items() if name != "pos"}
-    found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
-    assert found.columns.keys() == columns.keys()

@@ -18,6 +18,8 @@ from tiers import Runtime, tiered
 from torch import Tensor
 
 from minikv import policies
+from minikv.cache.budget import Budget
+from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.cache.tier import Copies, Tier, TierSteps
 from minikv.cache.tier_file import FileRows, Header
@@ -103,6 +105,24 @@ def test_a_staged_tier_is_the_same_as_one_that_is_the_staging_buffer(coded: bool
     for a, b in zip(exact, one, strict=True):
         assert (a - b).abs().max() <= coded * 0.25 * a.abs().max()
     assert coded or kept == its
+
+
+def test_int8_rows_under_the_budget_come_from_the_exact_tier() -> None:
+    net = small.network(layers=2)
+    rules = Rules(policies.prompt_policy("adakv"), policies.step_policy("roco"), Budget.parse(60))
+    run, anew = (Engine(net, small.over(net, rules, kv=torch.int8)) for _ in range(2))
+    tiered(run)
+    ids = small.ids(150)
+    logits = talk(run, 2, ids)[-1]
+    torch.testing.assert_close(logits, anew.prompt(ids), atol=1e-4, rtol=1e-4)
+
+
+def test_pinned_rows_stay() -> None:
+    run = tiered(small.engine(small.network(layers=2), "adakv", "roco", 60))
+    run.kv.pin(12)
+    talk(run, 2, small.ids(150))
+    for at in itertools.product(range(2), range(run.kv.shape.kv_heads)):
+        assert set(range(12)) <= set(run.kv.kept(*at).tolist())
 
 
 def test_no_failure_changes_the_tier_or_the_rows() -> None:

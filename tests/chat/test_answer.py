@@ -62,6 +62,22 @@ def test_an_answer_that_goes_on_is_the_one_that_never_stopped(stop: tuple[str, .
             assert shown + more == whole.text
 
 
+def test_the_last_token_is_no_part_of_the_answer_where_a_stop_text_began_before_it() -> None:
+    answer = Answer(ByteStream(), ("ll",))
+    for id in b"al":
+        assert answer.push(id) in ("a", "")
+    assert answer.push(b"l"[0]) == ""
+    assert answer.stopped
+    assert answer.overshot
+
+
+def test_what_is_shown_already_is_not_shown_again() -> None:
+    answer = Answer.resumed(ByteStream(), ("\nQ",), b"ab\n", "ab\n")
+    assert answer.text == "ab"
+    assert answer.push(b"c"[0]) == "c"
+    assert answer.text == "ab\nc"
+
+
 def test_nan_in_an_answer_stops_it_and_keeps_what_was_written() -> None:
     engine = FakeEngine()
     chat = make(engine=engine)
@@ -85,6 +101,27 @@ def test_a_character_over_several_tokens_arrives_whole() -> None:
     pieces = list(chat.ask("q"))
     assert pieces == ["a", "é", "\ufffd"]  # the unfinished one is flushed at the end
     assert chat.messages[-1].content == "aé\ufffd"
+
+
+def test_a_token_whose_text_cannot_be_had_is_not_in_the_conversation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chat = make()
+
+    class Broken(ByteStream):
+        def push(self, token: int) -> str:
+            if len(chat.fed) > 12:
+                raise RuntimeError("no text")
+            return super().push(token)
+
+    monkeypatch.setattr(chat.tokenizer, "stream", Broken)
+    with pytest.raises(RuntimeError, match="no text"):
+        list(chat.ask("q"))
+    report = reported(chat)
+    assert report.tokens.generated > 0
+    assert chat.pending_token is None
+    assert len(chat.tokenizer.encode(chat.turns[0].answer)) == report.tokens.generated
+    check(chat)
 
 
 @dataclass
@@ -127,6 +164,12 @@ def test_the_cut_does_not_depend_on_how_the_text_comes(stops: list[str], pieces:
     assert cut(texts, list(whole)) == (expected, bool(ends))
 
 
+def test_nothing_that_may_become_a_stop_text_is_given_out() -> None:
+    found = Answer(Texts(("yes\n", "\n", "R", "\n\nQ", ":x")), ("\n\nQ:",))
+    assert [found.push(token) for token in range(5)] == ["yes", "", "\n\nR", "", ""]
+    assert found.stopped
+
+
 @pytest.mark.parametrize("given", [5, 0, True, b"x", [b"x"], [None], object(), 1.5, "", ["a", ""]])
 def test_what_is_no_stop_text_is_refused(given: Any) -> None:
     for use in (partial(make().ask, "tell me"), make().continue_answer):
@@ -158,16 +201,23 @@ def test_an_answer_ends_before_a_stop_text_over_several_tokens() -> None:
     assert chat.fed[: len(before) + len(following)] == before + following
 
 
-def test_text_that_a_stop_text_could_have_begun_with_is_given_out_when_it_has_not() -> None:
-    """An answer that is closed ends with what was given out."""
+def test_text_that_a_stop_text_could_have_begun_with_is_not_lost() -> None:
     whole = "".join(make().ask("tell me"))
-    for end, late in ((3, whole[1:4]), (5, None)):
-        chat = make()
-        answer = chat.ask("tell me", stop=[whole[1:end] + "#"])
-        assert next(answer) == whole[0]
-        assert late is None or next(answer) == late  # held back, then not a stop text
-        answer.close()  # type: ignore[attr-defined]
-        assert chat.messages[-1].content == whole[0] + (late or "")
+    for end in (whole[-1] + "#", whole[4] + "#"):
+        assert "".join(make().ask("tell me", stop=end)) == whole
+    chat = make()
+    assert "".join(chat.ask("tell me", max_tokens=5, stop=[whole[4] + "#"])) == whole[:5]
+    chat = make()
+    answer = chat.ask("tell me", stop=[whole[1:3] + "#"])
+    assert next(answer) == whole[0]
+    assert next(answer) == whole[1:4]  # held back, then not a stop text
+    answer.close()  # type: ignore[attr-defined]
+    assert chat.messages[-1].content == whole[:4]
+    chat = make()
+    answer = chat.ask("tell me", stop=[whole[1:5] + "#"])
+    assert next(answer) == whole[0]
+    answer.close()  # type: ignore[attr-defined]
+    assert chat.messages[-1].content == whole[:1]
 
 
 def ids(text: str) -> list[int]:

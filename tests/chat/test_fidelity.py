@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from small_chat import chat, say
+from layouts import segment
+from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
 from minikv.chat.session import ChatSession
@@ -41,6 +42,21 @@ def test_every_record_of_a_chat_with_a_tier_has_it() -> None:
     say(plain, "Who?")
     assert plain.reports[0].fidelity is None
     assert "fidelity" not in render.stats(plain.reports[0])
+
+
+def test_measuring_changes_no_answer_and_no_row() -> None:
+    one, two = talked(), talked(fidelity=False)
+    assert [turn.answer for turn in one.turns] == [turn.answer for turn in two.turns]
+    assert one.fed == two.fed
+    assert held_of(one) == held_of(two)
+    for name, column in one.engine.kv.arena.columns.items():
+        other = two.engine.kv.arena.columns[name]
+        for at in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            mine, theirs = (segment(each.engine.kv.arena, name, *at) for each in (one, two))
+            assert torch.equal(mine, theirs)
+        assert column.dtype == other.dtype
+    assert {report.fidelity for report in two.reports} == {None}
+    assert {report.time_s.fidelity for report in two.reports} != {None}
 
 
 def test_no_memory_to_measure_fails_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:

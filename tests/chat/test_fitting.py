@@ -171,3 +171,34 @@ def test_a_plan_keeps_what_the_chat_keeps(
     assert kept[0] == USEFUL
     assert kept[-1] is None
     assert len(set(kept)) >= 3
+
+
+def beside_its_own(
+    session: ChatSession, one: Machine, memory: int
+) -> Callable[[EvictionConfig, int, int], int]:
+    """As the loader has it, where `memory` bytes are free beside the cache."""
+
+    def fit(eviction: EvictionConfig, tokens: int, answer: int) -> int:
+        now = session.engine.kv.arena.nbytes
+        return one.rows(eviction, tokens, answer, memory - now, now)
+
+    return fit
+
+
+def test_more_memory_never_keeps_less_and_a_short_question_changes_nothing() -> None:
+    kept = []
+    for free in range(200, 1400, 75):
+        session = chat(budget="auto", reuse="auto")
+        kv = session.engine.kv
+        one = Machine(kv.shape, kv.dtype, kv.kv, lambda tokens: 0)
+        session.fit = beside_its_own(session, one, 1024 * free)
+        session.recall = Recall(kv, "file", "same")
+        session.attach(LONG)
+        for question in ("Who?", "Why?", "So?"):
+            list(session.ask(question, 8))
+        budgets = [report.budget["value"] or len(session.fed) for report in session.reports]
+        assert budgets == sorted(budgets, reverse=True)
+        assert budgets[-1] >= 0.95 * budgets[0], (free, budgets)
+        kept.append(budgets[0])
+    assert kept == sorted(kept)
+    assert len(set(kept)) >= 4

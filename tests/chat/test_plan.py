@@ -4,6 +4,7 @@ what does not fit, and that a chat does and says what was planned."""
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
-from small_chat import chat, reported, talked
+from small_chat import chat, reported, say, talked
 from test_report import report
 from test_session import check, make
 
@@ -180,10 +181,24 @@ def test_the_table(case: Case) -> None:
     assert found.tokens == len(found.ids) - case.given
     assert found.why.startswith(case.why)
     assert bool(found.why) == bool(case.why)
-    # A prompt only asks where it brings no document.
-    brings = case.brings or (case.had if case.cache == "again" else "")
-    read = case.how == "recall" or (filled and case.how == "all")
-    assert found.asks == (case.how == "cut" or not (brings or read))
+
+
+@pytest.mark.parametrize(
+    ("case", "asks"),
+    [
+        (Case("empty", None, "once", "once", "all"), True),
+        (Case("empty", None, "once", "once", "all", brings=WELL), False),
+        (Case("again", None, "once", "refresh", "all"), False),
+        (Case("again", None, "once", "refresh", "all", had=""), True),
+        (Case("empty", None, "blind", "blind", "cut", brings=WELL), True),
+        (Case("filled", None, "once", "once", "new"), True),
+        (Case("filled", None, "once", "once", "new", brings=WELL), False),
+        (Case("filled", None, "refresh", "refresh", "all"), False),
+        (Case("filled", 7, "auto", "recall", "recall"), False),
+    ],
+)
+def test_a_prompt_only_asks_where_it_brings_no_document(case: Case, asks: bool) -> None:
+    assert plan(*case.inputs()).asks == asks
 
 
 @pytest.mark.parametrize(
@@ -245,6 +260,27 @@ def test_what_a_tier_gives(shared: int, least: int, chunk: int, gives: int) -> N
 # -- what a chat does and says ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("rate", [1e-3, 1.0, 1e9, None])
+def test_the_answer_of_auto_depends_on_no_clock(
+    rate: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that reads so many tokens per second."""
+    ticks = itertools.count()
+    session, plain = chat(reuse="auto"), chat(reuse="refresh")
+    for each in (session, plain):
+        each.attach(MILL)
+    for question in ("Who?", "Why?", "And then?"):
+        want = say(plain, question)
+        if rate is not None:
+            clock = lambda: next(ticks) * 100 / rate  # noqa: E731
+            monkeypatch.setattr("minikv.chat.turn.perf_counter", clock)
+            monkeypatch.setattr("minikv.chat.reading.perf_counter", clock)
+            monkeypatch.setattr("minikv.chat.answer.perf_counter", clock)
+        assert say(session, question) == want
+        monkeypatch.undo()
+    assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
+
+
 def test_what_was_evicted_is_read_again_once_nothing_leaves_any_more() -> None:
     session = talked(chat("adakv", 48, reuse="auto"), MILL, "Who?")
     assert session.engine.kv.stats().evicted
@@ -277,6 +313,17 @@ def test_auto_says_what_it_does_once_and_again_when_that_changes() -> None:
     assert len(notes) == 3
     assert reported(session).reuse == "refresh"
     assert reported(session).warnings == (notes[2],)
+
+
+def test_auto_follows_the_policy_of_now() -> None:
+    session = talked(chat(reuse="auto", budget=64), MILL, "Who?")
+    session.configure(EvictionConfig.read("streaming", budget=64))
+    assert session.reads_again == 0
+    say(session, "Why?")
+    assert session.reports[1].reuse == "once"
+    assert "streaming does not choose" in session.reports[1].warnings[0]
+    session.configure(EvictionConfig.read("adakv", budget=64))
+    assert session.reads_again == len(session.fed)
 
 
 def test_a_prompt_over_the_context_is_refused_with_numbers_and_nothing_is_fed() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
-from small_chat import chat, held_of, say, talked
-from test_reuse import MILL, WELL
+from small_chat import chat, held_of, reported, say, talked
+from test_reuse import MILL, WELL, cache
 from tiers import recalling
 
 import minikv
@@ -24,8 +24,31 @@ from minikv.chat.session import ChatSession
 from minikv.cli.chat.turn import run_turn
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen.terminal import Terminal
-from minikv.errors import MemoryShortError, UsageError
+from minikv.errors import Interrupted, MemoryShortError, UsageError
 from minikv.settings import Generation
+
+
+def asked(**given: Any) -> ChatSession:
+    """A chat in which one question was answered."""
+    return talked(chat(**given), MILL, "Who?")
+
+
+@pytest.mark.parametrize(("after", "raises"), [(0.0, False), (0.5, False), (0.5, True)])
+def test_reading_again_that_is_stopped_leaves_the_cache(after: float, raises: bool) -> None:
+    session = asked(reuse="auto")
+    before = cache(session)
+
+    def progress(done: int, total: int) -> None:
+        if raises and done >= after * total:
+            raise Interrupted("stopped", "by the caller")
+        if done >= after * total:
+            session.cancel()
+
+    with pytest.raises(Interrupted):
+        list(session.ask("Why?", 8, progress=progress))
+    assert cache(session) == before
+    list(session.ask("Why?", 8))  # it is read again as ever
+    assert session.reports[-1].reuse == "refresh"
 
 
 @pytest.mark.parametrize("reuse", ["recall", "once", "refresh", "blind"])
@@ -119,6 +142,27 @@ def test_one_cache_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(r.tokens.kept_mean <= 60 + 8 for r in session.reports)
 
 
+def test_a_later_document_is_scored_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
+    say(session, "Who?", 4)
+    seen = fed(session, monkeypatch)
+    session.attach(WELL)
+    say(session, "Why?", 4)
+    assert len(seen) == 3
+    assert seen[1].endswith(WELL + "\n\n")
+    assert all(document(session))
+
+
+def test_a_short_document_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = chat("kvzip", 1000, reuse="auto")
+    seen, told = fed(session, monkeypatch), []
+    session.attach(MILL)
+    list(session.ask("Who?", 4, notice=told.append))
+    assert not [text for text in seen if "Repeat" in text]
+    assert told == []
+    assert reported(session).saved == "nothing evicted"
+
+
 def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     session = chat("kvzip", 60, reuse="blind")
     seen, told = fed(session, monkeypatch), []
@@ -160,16 +204,34 @@ def test_no_memory_is_said_before_anything_is_read(
     assert session.pending
 
 
-def test_progress_grows_to_the_end() -> None:
+def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
     session = talked(chat("kvzip", 60, reuse="auto"), MILL)
     steps: list[tuple[int, int, bool]] = []
-    told = lambda done, total: steps.append((done, total, session.scoring))  # noqa: E731
-    list(session.ask("Who?", 4, progress=told))
+
+    def progress(done: int, total: int) -> None:
+        steps.append((done, total, session.scoring))
+
+    list(session.ask("Who?", 4, progress=progress))
     done, totals, scoring = zip(*steps, strict=True)
     assert list(done) == sorted(done)
-    assert {done[-1]} == set(totals)
+    assert len(set(totals)) == 1
+    assert done[-1] == totals[-1]
     assert set(scoring) == {False, True}
     assert not scoring[0]
+
+    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
+
+    def stop(done: int, total: int) -> None:
+        if session.scoring:
+            session.cancel()
+
+    with pytest.raises(Interrupted):
+        list(session.ask("Who?", 4, progress=stop))
+    assert session.fed == []
+    say(session, "Who?", 4)
+    fresh = talked(chat("kvzip", 60, reuse="auto"), MILL)
+    say(fresh, "Who?", 4)
+    assert held_of(session) == held_of(fresh)
 
 
 def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:

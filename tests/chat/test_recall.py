@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_chat import reported, say, talked
+import torch
+from small_chat import chat, held_of, reported, say, talked
 from tiers import MILL, RIVER, recalling
 
 import minikv
@@ -25,12 +26,29 @@ def modes(session: ChatSession) -> list[str]:
     return [report.reuse for report in session.reports]
 
 
-def test_what_a_recalled_question_reads_is_counted() -> None:
-    """That its answer is that of a chat that reads all anew: see `test_recall_exact`."""
-    session = talked(recalling(), MILL, "Who?", "Why?")
-    session.attach(RIVER, "river.txt")
-    say(session, "And the river?")
-    assert modes(session) == ["once", "recall", "recall"]
+def test_recall_answers_as_reading_all_of_it_anew_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = recalling()
+    engine, prompts = session.engine, []
+    recall = engine.recall
+
+    def recorded(ids: list[int], *how: Any) -> torch.Tensor:
+        logits = recall(ids, *how)
+        prompts.append((list(ids), len(ids) - how[-1], logits, held_of(session)))
+        return logits
+
+    monkeypatch.setattr(engine, "recall", recorded)
+    session.attach(MILL)
+    for i, question in enumerate(("Who?", "Why?", "And the river?", "Who?")):
+        if i == 2:
+            session.attach(RIVER, "river.txt")
+        say(session, question)
+    assert len(prompts) == 4
+    for ids, asked, logits, held in prompts:
+        anew = chat()
+        want = anew.engine.prompt(ids, turn_tokens=asked)
+        torch.testing.assert_close(logits, want, atol=1e-4, rtol=1e-4)
+        assert held_of(anew) == held
+    assert modes(session) == ["once", "recall", "recall", "recall"]
     assert all(report.misses == 0 for report in session.reports)
     assert {report.loss.method for report in session.reports} == {"window"}
     for report, before in zip(session.reports[1:], session.reports, strict=False):
@@ -70,6 +88,19 @@ def test_turns_taken_back_are_found_in_the_tier() -> None:
     assert kv.tier is not None
     session.close()
     assert kv.tier is None
+
+
+def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
+    session = talked(recalling(), MILL, "Who?")
+    snapshot = session.snapshot()
+    other = recalling()
+    other.restore(snapshot)
+    assert other.reads_again == len(other.fed)
+    want = say(session, "Why?")[0]
+    assert say(other, "Why?")[0] == want
+    assert modes(other) == ["once", "refresh"]
+    say(other, "And?")
+    assert modes(other)[2] == "recall"
 
 
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:

@@ -91,6 +91,13 @@ def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
     assert not session.rereads
 
 
+def test_pinned_rows_stay_pinned() -> None:
+    session = talked(chat(system="be brief", pin_system=True, reuse="refresh", budget=64), MILL)
+    for question in ("Who?", "Why?"):
+        say(session, question)
+        assert all(set(range(len(session.start()))) <= set(head) for head in held_of(session))
+
+
 # -- blind ----------------------------------------------------------------------------------
 
 
@@ -140,6 +147,11 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
     assert session.reports[1].lines()[1].endswith("evicted before any question · not checked")
     assert "evicted for no question" in render.stats(session.reports[1])
     assert session.reports[0].warnings == session.reports[1].warnings == ()
+
+
+def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
+    session = talked(chat(reuse="blind", budget=600), MILL, "Who?")
+    assert reported(session).shaped_by_turn is None
 
 
 QUESTIONS = ["a", "7?", "and?", " a", "\nWhat?", "\n\n\nWhat?", "é", "中", "  \t7", "?", "\n"]

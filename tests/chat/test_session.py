@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from fakes import BOS, END, ROLES, ByteTokenizer, ChatML, FakeEngine
-from small_chat import chat_over
+from small_chat import chat_over, reported
 
+from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.errors import NumericsError, UsageError
 
@@ -38,11 +39,41 @@ def check(chat: ChatSession) -> None:
     assert written == [*chat.fed, *pending_token, END]
 
 
+def test_turns_keep_log_transcript_and_cache_together() -> None:
+    chat = make(system="be brief")
+    chat.attach("a long story", "story.txt")
+    first = "".join(chat.ask("who?"))
+    check(chat)
+    second = "".join(chat.ask("why?"))
+    check(chat)
+    assert len(first) == len(second) == 12
+    assert first != second
+    assert [m.role for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert chat.messages[1].content == "Document: story.txt\n\na long story\n\nwho?"
+    assert chat.messages[3].content == "why?"
+
+
 def test_document_without_a_name_has_no_heading() -> None:
     chat = make()
     chat.attach("text")
     list(chat.ask("q"))
     assert chat.messages[0].content == "text\n\nq"
+
+
+def test_the_unfed_last_token_leads_the_next_prompt() -> None:
+    chat = make()
+    "".join(chat.ask("one", max_tokens=5))
+    assert reported(chat).stop_reason == "length"
+    assert chat.pending_token is not None
+    assert len(chat.fed) == len("one") + 4 + 4  # bos, user, end, assistant; 4 of 5 answer tokens
+    check(chat)
+    list(chat.ask("two"))
+    check(chat)
+    # A chat that had always known the cut answer would have fed the very same tokens.
+    again = make()
+    assert chat.fed[: len(again.template.opening(chat.messages[:3]))] == again.template.opening(
+        chat.messages[:3]
+    )
 
 
 def test_what_is_to_go_on_is_looked_at_when_it_begins() -> None:
@@ -66,3 +97,54 @@ def test_nan_in_the_prompt_leaves_the_chat_as_it_was(reuse: str) -> None:
         list(chat.ask("broken"))
     assert (chat.messages, chat.fed, chat.pending_token) == (before, fed, pending)
     check(chat)
+
+
+def test_reset_forgets_and_clear_keeps_the_documents() -> None:
+    chat, fresh = make(system="s"), make(system="s")
+    chat.attach("doc", "d")
+    list(chat.ask("a"))
+    chat.reset(keep_documents=True)
+    assert [d.name for d in chat.pending] == ["d"]
+    assert chat.report is None
+    check(chat)
+    fresh.attach("doc", "d")
+    assert "".join(chat.ask("b")) == "".join(fresh.ask("b"))
+    chat.reset()
+    assert chat.pending == []
+    check(chat)
+
+
+def test_configure_checks_before_it_changes_anything() -> None:
+    chat = make()
+    chat.configure(EvictionConfig.read("full"))
+    assert chat.eviction.policy == "full"
+    assert chat.engine.kv.configured[-1].budget is None  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="smallest useful"):
+        chat.configure(EvictionConfig.read("streaming", budget=5))
+    assert chat.eviction.policy == "full"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"question": "  "}, "question is empty"),
+        ({"question": "q", "max_tokens": 0}, "`max_tokens`"),
+        ({"question": "q", "temperature": -1.0}, "`temperature`"),
+        ({"question": "q", "temperature": float("nan")}, "`temperature`"),
+        ({"question": "q", "top_p": 1.5}, "`top_p`"),
+        ({"question": "q", "top_k": -1}, "between 0 and 2,147,483,648, got -1"),
+        ({"question": "\udce9"}, "not valid Unicode"),
+    ],
+)
+def test_bad_arguments_change_nothing(arguments: dict[str, Any], match: str) -> None:
+    chat = make()
+    with pytest.raises(UsageError, match=match):
+        chat.ask(**arguments)  # at once, not with the first piece
+    check(chat)
+    assert chat.turn == 0
+
+
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_an_empty_document_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"e\.txt is empty"):
+        make().attach(text, "e.txt")

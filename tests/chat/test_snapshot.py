@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from test_session import check, make
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import TokenLog
 from minikv.errors import UsageError
 
 
@@ -36,6 +38,38 @@ def test_turns_are_what_the_transcript_says_and_the_curve_what_was_measured() ->
     assert max(held) < max(full)
     session.reset()
     assert (session.turns, session.reports, session.curve) == ([], [], [])
+
+
+def test_a_snapshot_without_a_cache_is_read_again_with_the_next_question() -> None:
+    session, plain = chat("full"), chat("full")
+    session.attach("A mill stands by the river. " * 4, "mill.txt")
+    say(session, "Who?")
+    snapshot = session.snapshot()
+    plain.restore(replace(snapshot, held=None, said=replace(snapshot.said, log=TokenLog())))
+    assert plain.fed == []
+    assert len(plain.turns) == 1
+    say(plain, "Why?")
+    say(session, "Why?")
+    # The whole conversation was read at once, the unread end of the first answer included.
+    assert plain.template.opening(plain.messages[:3]) == plain.fed[:-7]
+    assert plain.reports[1].tokens.prompt_new > session.reports[1].tokens.prompt_new
+    assert plain.reports[1].tokens.prompt_reused == 0
+
+
+def test_a_lost_cache_is_not_cut_but_read_again() -> None:
+    """By `undo`, and by `follow` of earlier turns."""
+    sessions = [lettered(EvictionConfig.read("full")) for _ in range(3)]
+    fresh, undone, followed = sessions
+    for session in (undone, followed):
+        say(session, "Who?")
+        say(session, "Why?")
+        session.engine.kv.drop()
+        session.guard.change(lambda: None)
+    fresh.follow(undone.messages[:2])
+    undone.undo()
+    followed.follow(followed.messages[:2])
+    answers = [say(session, "And?") for session in sessions]
+    assert answers == answers[:1] * 3
 
 
 def test_undo_says_what_it_cannot_do() -> None:
@@ -69,6 +103,57 @@ def real(folder: Path, **given: Any) -> ChatSession:
     made.undo_turns = 4
     made.attach(TEXT, "story.txt")
     return made
+
+
+def figures(chat: ChatSession) -> dict[str, Any]:
+    """The record without what is measured."""
+    record = asdict(reported(chat))
+    for name in ("time_s", "rate", "device_mem"):
+        del record[name]
+    for name in ("allocated", "peak_prefill"):  # room was made for another length
+        del record["kv_bytes"][name]
+    return record
+
+
+def kept(chat: ChatSession) -> list[list[int]]:
+    shape = chat.engine.kv.shape
+    return [
+        chat.kept(layer, head).tolist()
+        for layer in range(shape.layers)
+        for head in range(shape.kv_heads)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature"),
+    [
+        ({}, 0.8),
+        ({"policy": "full", "decode": "none"}, 0.0),
+        ({"policy": "roco", "stride": 16}, 0.8),
+        ({"kv": "int8"}, 0.0),
+    ],
+    ids=str,
+)
+def test_tokens_cache_and_record_are_those_of_a_longer_answer(
+    folder: Path, given: dict[str, Any], temperature: float
+) -> None:
+    one, parts = real(folder, **given), real(folder, **given)
+    for each in (one, parts):
+        "".join(each.ask("what is in it?", 3, temperature))
+    whole = "".join(one.ask("and then?", 40, temperature))
+    said = "".join(parts.ask("and then?", 7, temperature))
+    for more in (1, 12, 20):
+        said += "".join(parts.continue_answer(more, temperature))
+    assert parts.fed == one.fed
+    assert parts.pending_token == one.pending_token
+    assert parts.turns[-1].answer == one.turns[-1].answer == whole
+    assert parts.messages == one.messages
+    assert figures(parts) == figures(one)
+    assert len(parts.turns) == parts.turn == 2
+    assert parts.curve[-1][:2] == one.curve[-1][:2]
+    assert len(parts.curve) == len(one.curve)
+    assert kept(parts) == kept(one)
+    assert "".join(parts.ask("why?", 9)) == "".join(one.ask("why?", 9))
 
 
 def test_the_record_adds_up_what_the_parts_took() -> None:
@@ -124,19 +209,3 @@ def test_what_cannot_go_on_says_why_and_changes_nothing(folder: Path) -> None:
     assert (other.fed, other.turns) == (fed, turns)
     with pytest.raises(UsageError, match="at least 1"):
         list(other.continue_answer(0))
-
-
-def test_a_lost_cache_is_not_cut_but_read_again() -> None:
-    """By `undo`, and by `follow` of earlier turns."""
-    sessions = [lettered(EvictionConfig.read("full")) for _ in range(3)]
-    fresh, undone, followed = sessions
-    for session in (undone, followed):
-        say(session, "Who?")
-        say(session, "Why?")
-        session.engine.kv.drop()
-        session.guard.change(lambda: None)
-    fresh.follow(undone.messages[:2])
-    undone.undo()
-    followed.follow(followed.messages[:2])
-    answers = [say(session, "And?") for session in sessions]
-    assert answers == answers[:1] * 3

@@ -99,6 +99,34 @@ def test_what_comes_into_an_open_answer_is_refused(other: Callable[[ChatSession]
     assert state(session) == state(alone)
 
 
+def test_another_thread_is_refused_while_the_prompt_is_read() -> None:
+    """In the middle of a prompt, from a second thread; nothing waits and nothing is changed."""
+    first, second, alone = undisturbed()
+    session = begun()
+    errors: list[UsageError] = []
+
+    def intrude() -> None:
+        for what in (lambda: list(session.ask("And then?")), session.undo, session.reset):
+            try:
+                what()
+            except UsageError as error:
+                errors.append(error)
+
+    def progress(done: int, total: int) -> None:
+        if done < total:
+            other = threading.Thread(target=intrude)
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+
+    got = "".join(session.ask("Who runs it?", 12, 0.7, progress=progress))
+    assert len(errors) >= 3
+    assert {str(error) for error in errors} == {"the answer to 'Who runs it?' is not finished"}
+    assert got == first
+    assert "".join(session.ask("And then?", 12, 0.7)) == second
+    assert state(session) == state(alone)
+
+
 def test_two_threads_that_ask_at_once() -> None:
     """Again and again: one of them gets its answer, the other an error, and the transcript is that
     of the questions that were answered."""

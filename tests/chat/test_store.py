@@ -11,12 +11,12 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from faults import Nth
 from small_chat import chat, held_of, reported, say
 from tiers import MILL, RIVER, served
 
@@ -214,6 +214,30 @@ def test_the_least_recently_used_leave(folder: Path) -> None:
     assert len(store.entries()) == 2
 
 
+def test_every_altered_byte_is_found(read: Path, tmp_path: Path) -> None:
+    """The damaged entry is removed, and the document is read again."""
+    entry = Store(read, LIMIT, {}).entries()[0].path
+    draw, want = random.Random(3), anew("Why?", LONG)
+    for name in ("rows", "manifest"):
+        data = (entry / name).read_bytes()
+        for at in draw.sample(range(len(data)), 8):
+            copy = tmp_path / f"{name}{at}"
+            shutil.copytree(read, copy)
+            altered = bytearray(data)
+            altered[at] ^= 1 << draw.randrange(8)
+            (copy / entry.name / name).write_bytes(altered)
+            session = remembering(copy)
+            assert told(session, "Why?", LONG)[:2] == want
+            leave(session)
+            for count in (2, 1):  # what was read instead is remembered, at the latest now
+                later = remembering(copy)
+                answer, held, new = told(later, "Why?", LONG)
+                assert (answer, held) == want
+                assert new < 60 or count == 2
+                leave(later)
+            shutil.rmtree(copy)
+
+
 @pytest.mark.parametrize("name", ["rows", "manifest"])
 @pytest.mark.parametrize("what", ["gone", "empty", "cut", "folder", "link"])
 def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
@@ -229,6 +253,18 @@ def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
     session = remembering(read)
     assert told(session, "Why?", LONG)[:2] == anew("Why?", LONG)
     leave(session)
+
+
+class Nth:
+    """`real`, but the n-th call fails."""
+
+    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
+        self.real, self.number, self.n, self.code = real, number, n, code
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if next(self.number) == self.n:
+            raise OSError(self.code, os.strerror(self.code))
+        return self.real(*given, **named)
 
 
 CALLS = [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.ENOSPC), ("preadv", errno.EIO)]

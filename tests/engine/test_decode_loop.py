@@ -16,9 +16,11 @@ from small import VOCAB, engine, ids, network, shape
 from stepping import GREEDY, STEPS, Pair, pair
 from tape import Tape
 
+from minikv import policies
 from minikv.cache import eviction
 from minikv.cache.attend import Attend
 from minikv.cache.kv_cache import KVCache
+from minikv.cache.rules import Rules
 from minikv.engine import decode_loop
 from minikv.engine.capture import CudaGraphs, Eager, captured
 from minikv.engine.engine import Engine
@@ -187,6 +189,20 @@ def test_single_steps_and_steps_ahead_may_alternate(step: str, ahead: bool) -> N
         run.agree()
 
 
+def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:
+    tape = Tape()
+    run = pair(tape, "full", "hashevict", 24)
+    run.prompt(ids(40))
+    run.write(5)
+    for _ in range(2):
+        for each in (run.here.kv, run.there.kv):
+            each.configure(Rules(None, policies.step_policy("hashevict"), each.rules.budget))
+        run.write(3)
+        run.agree()
+    assert run.there.notices == []
+    assert (tape.warmed, tape.recorded) == (2 + 3, 1)
+
+
 @pytest.mark.parametrize("step", ["none", *STEPS])
 def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None:
     """The step after the last one is under way when the answer ends: it must not count. A policy
@@ -216,6 +232,21 @@ def test_nothing_is_launched_beyond_the_context() -> None:
     with pytest.raises(ContextError):
         run.there.next(1, VOCAB, GREEDY, 0)
     run.agree()
+
+
+def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
+    run = pair(Eager(), "full", "scissorhands", 24)
+    run.prompt(ids(30))
+    run.write(3)
+    kv = run.there.kv
+    token, drawn = run.token, list(run.drawn)
+    held = kv.snapshot()
+    run.write(4)
+    kv.restore(held, kv.rules)
+    one = run.there.next(token, VOCAB, GREEDY, run.seed)
+    assert [one] == run.drawn[len(drawn) :][:1]
+    kv.configure(Rules(None, None, None))
+    assert run.there.next(one, VOCAB, GREEDY, run.seed) >= 0
 
 
 @pytest.mark.parametrize("step", ["roco", "hashevict", "none"])

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small import VOCAB, engine, ids, network
+from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from minikv.engine.sampling import WINDOW, Sampling, penalized, pick
@@ -86,3 +88,28 @@ def test_the_penalty_is_that_of_transformers_over_the_last_tokens(
             # The last tokens may be markers that are never chosen.
             assert pick(plain, 50, sampling, 1, 7, ops, [*recent, 50, 59, 99]) < 50
     assert plain[55] == penalized(plain, torch.tensor(before[-WINDOW:]), penalty)[55]
+
+
+def test_the_kernels_draw_the_same() -> None:
+    """C where there is a compiler."""
+    native, plain = (choose(torch.device("cpu"), name, 64, torch.float32)[0] for name in WHO)
+    logits = 3 * torch.randn(5000, generator=torch.Generator().manual_seed(2))
+    for sampling in (Sampling(0.7), Sampling(1.5, 40, 0.9, 0.05), Sampling(100.0, top_p=0.8)):
+        one, two = (
+            [pick(logits, 4990, sampling, 1, p, each) for p in range(200)]
+            for each in (native, plain)
+        )
+        assert one == two
+        assert len(set(one)) > 10
+
+
+def test_an_engine_draws_with_the_kernels_of_its_cache() -> None:
+    class Always(Kernels):
+        @staticmethod
+        def drawn(logits: Tensor, *how: object) -> Tensor:
+            return torch.tensor(len(logits) - 3)
+
+    made = engine(network(layers=1))
+    made.kv.use(Always())
+    made.prompt(ids(5))
+    assert made.next(1, VOCAB, Sampling(1.0), 0) == VOCAB - 3

@@ -69,13 +69,6 @@ def test_a_prompt_that_is_read_twice() -> None:
     assert {"ragged_attention", "h2o"} <= {*names}
 
 
-def tiles_of(ops: Kernels, heads: int, rules: Any) -> None:
-    """Launch every tile of a network of two KV heads."""
-    shape, device = Shape(3, 2, heads, 64, (None, 40, None), 1000), torch.device("cpu")
-    kv = SimpleNamespace(shape=shape, device=device, dtype=torch.bfloat16, ops=ops, rules=rules)
-    _tiles(kv)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
 def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
     """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
@@ -102,8 +95,18 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             sums.add((queries.q.shape[2], len(parts[0]), queries.window))
             return mass.each_attention(*given)
 
-    rules = SimpleNamespace(prompt=SimpleNamespace(evidence=Evidence(each_query=True)), step=None)
-    tiles_of(Counting(), 2 * group, rules)
+    windows = (None, 40, None)
+    shape = Shape(3, 2, 2 * group, 64, windows, 1000)
+    kv = SimpleNamespace(
+        shape=shape,
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        ops=Counting(),
+        rules=SimpleNamespace(
+            prompt=SimpleNamespace(evidence=Evidence(each_query=True)), step=None
+        ),
+    )
+    _tiles(kv)  # type: ignore[arg-type]
     counts = range(1, 200)
     for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
         for window in (None, 40):
@@ -136,8 +139,14 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
             seen.add((args[2].q.shape[2], len(args[3]), args[2].window))
             mass.add_attention_mass(*args, **more)
 
-    step = SimpleNamespace(observe=observe, prompt_history=0)
-    tiles_of(Counting(), 4, SimpleNamespace(prompt=None, step=step))
+    kv = SimpleNamespace(
+        shape=Shape(2, 2, 4, 64, (None, 40), 1000),
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        ops=Counting(),
+        rules=SimpleNamespace(prompt=None, step=SimpleNamespace(observe=observe, prompt_history=0)),
+    )
+    _tiles(kv)  # type: ignore[arg-type]
     for dtype, listed, window in itertools.product(
         (torch.bfloat16, torch.float32), (2, 3), (None, 40)
     ):

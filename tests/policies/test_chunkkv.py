@@ -20,6 +20,14 @@ def test_chunks_by_hand() -> None:
     assert found.tolist() == [[1.5, 1.5, 4.5, 4.5, 6.0, 6.0]] * 2
 
 
+def test_chunks_are_counted_by_position() -> None:
+    """Of earlier turns only some rows are left, and in any order."""
+    pos = torch.tensor([[13, 1, 12, -1, 0]])
+    found = chunk_means(torch.tensor([[5.0, 1.0, 7.0, 99.0, 3.0]]), pos, pos >= 0, 4, 14)
+    assert found[0, [0, 2]].tolist() == [6.0, 6.0]
+    assert found[0, [1, 4]].tolist() == [2.0, 2.0]
+
+
 def test_all_heads_keep_the_same_chunks_and_the_youngest_of_one_more() -> None:
     mass = random_mass(heads=3, rows=118)
     policy = build("chunkkv", {"window": 8, "chunk": 10})

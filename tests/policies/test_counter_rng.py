@@ -7,6 +7,19 @@ import torch
 from minikv.policies.counter_rng import gumbel, uniform
 
 
+def test_uniform_is_uniform_and_keyed() -> None:
+    n = 40_000
+    draws = uniform(1, 2, torch.arange(n))
+    counts = torch.histc(draws, 20, 0.0, 1.0)
+    chi = float(((counts - n / 20) ** 2 / (n / 20)).sum())
+    assert chi < 43.8  # 19 degrees of freedom, p = 0.001
+    assert float(draws.min()) > 0.0
+    assert float(draws.max()) < 1.0
+    for other in (uniform(2, 2, torch.arange(n)), uniform(1, 3, torch.arange(n)), draws.roll(1)):
+        assert abs(float(torch.corrcoef(torch.stack((draws, other)))[0, 1])) < 0.02
+    assert torch.equal(uniform(1, 2, torch.arange(n))[77], uniform(1, 2, torch.tensor(77)))
+
+
 def test_gumbel_top_k_draws_without_replacement() -> None:
     """The first of two is drawn with p, and the second as successive draws would."""
     p = torch.tensor([0.5, 0.3, 0.15, 0.05])

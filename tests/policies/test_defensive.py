@@ -96,6 +96,16 @@ def test_rows_of_later_turns_are_pooled_by_position(sinks: int) -> None:
     assert bool((found[:, -1] == -torch.inf).all())
 
 
+def test_heads_weighs_by_the_share_of_all_heads() -> None:
+    """`values=heads` in the scores: of values 1 and 3 at a position, a quarter and three."""
+    given = torch.full((2, 1, 1, 3), 0.25)
+    value = torch.tensor([[[1.0], [1.0], [1.0]], [[3.0], [1.0], [1.0]]])
+    output = torch.ones(2, 1, 1, 1)
+    made = build("defensive", {"window": 1, "kernel": 1, "values": "heads", "sinks": 0})
+    scores = made.scorer.score(looked(given, value, output=output))
+    torch.testing.assert_close(scores[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
+
+
 def test_padding_counts_for_no_head() -> None:
     """`values=heads` without sinks: position 0 is free, and padding is not there."""
     generator = torch.Generator().manual_seed(2)
@@ -109,3 +119,12 @@ def test_padding_counts_for_no_head() -> None:
     pos = torch.cat((torch.arange(12), torch.full((3,), -1))).expand(2, 15)
     found = made.scorer.score(looked(padded, rows, pos=pos, output=output))
     torch.testing.assert_close(found[:, :12], want)
+
+
+@pytest.mark.parametrize("numbers", [1, 30, 10**9])
+def test_how_many_queries_are_taken_at_once_changes_nothing(numbers: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = torch.rand((2, 2, 40, 6), generator=draw)
+    order, free = torch.arange(6).expand(2, 6), torch.ones(2, 6, dtype=torch.bool)
+    whole = torch.stack([worst_case(given[:, :, i : i + 1], order, free, 3, 1) for i in range(40)])
+    torch.testing.assert_close(worst_case(given, order, free, 3, numbers), whole.amax(0))

@@ -9,6 +9,15 @@ from views import build, looked
 from minikv.policies.dropkv import output_changes
 
 
+def test_two_rows_by_hand() -> None:
+    """p = (1/4, 3/4) over values 0 and 4: the output is 3. Without the first it is 4, without the
+    second 0: changes of 1 and 9, squared."""
+    found = output_changes(
+        torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[0.0], [4.0]]]), 1e-12, 1
+    )
+    torch.testing.assert_close(found, torch.tensor([[[1.0, 9.0]]]))
+
+
 @pytest.mark.parametrize("sharp", [2.0, 8.0, 16.0])
 def test_it_is_the_change_of_a_softmax_that_is_shared_out_anew(sharp: float) -> None:
     """Also where one row has all but a millionth of the attention."""
@@ -44,3 +53,8 @@ def test_a_padded_row_that_holds_anything_changes_nothing() -> None:
     made = build("dropkv", {"window": 1, "kernel": 1}).scorer
     found = made.score(looked(given, value, pos))[0]
     torch.testing.assert_close(found[:3], made.score(looked(given[..., :3], value[:, :3]))[0])
+
+
+def test_a_row_that_has_all_the_attention_is_worth_a_number() -> None:
+    found = output_changes(torch.tensor([[[[1.0, 0.0]]]]), torch.tensor([[[1.0], [2.0]]]), 1e-6, 1)
+    assert bool(torch.isfinite(found).all())

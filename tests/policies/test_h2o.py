@@ -27,6 +27,19 @@ def test_h2o_keeps_the_newest_half() -> None:
                 assert kept[-newest:].tolist() == list(range(200 - newest, 200))
 
 
+def test_h2o_chooses_one_row_at_least() -> None:
+    """Beside the first rows and the newest, however large their share is."""
+    run = engine(network(), "h2o", "none", 10, prompt_options={"recent_share": 0.95, "sinks": 4})
+    run.prompt(ids(60))
+    for layer in range(3):
+        for head in range(3):
+            kept = run.kv.kept(layer, head).tolist()
+            assert len(kept) == 10
+            assert kept[:4] == [0, 1, 2, 3]
+            assert 3 < kept[4] < 55
+            assert kept[5:] == [55, 56, 57, 58, 59]
+
+
 def test_h2o_counts_what_rows_got_before_the_prompt() -> None:
     """Two query heads gave .1 and .3, .5 and .1, 0 and .2; before, the rows had 2, 0 and 1."""
     mass = torch.tensor([[[0.1, 0.5, 0.0], [0.3, 0.1, 0.2]]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from views import rule
 
 from minikv import policies
 from minikv.policies.hashevict import HashEvict, distances
@@ -31,6 +32,15 @@ def test_a_code_has_every_bit_where_it_is_stored(bits: int) -> None:
     matrix = step.matrix(0, keys)
     assert matrix.shape == (16, bits)
     stored = step.of_key(0, keys[None, None])["code"][0, 0].to(torch.int64)
-    assert bits == 64 or int(stored.min()) >= 0  # there is a bit to spare
     signs = (keys @ matrix >= 0).tolist()
     assert [[(n >> i) & 1 == 1 for i in range(bits)] for n in stored.tolist()] == signs
+
+
+def test_a_code_is_stored_in_the_smallest_integer_with_a_bit_to_spare() -> None:
+    """Of 16, 32 or 64 bits; the first one is the sign."""
+    found = {}
+    for bits in (8, 15, 16, 31, 32, 60):
+        policy = rule("hashevict", {"bits": bits})
+        (found[bits],) = policy.columns.values()
+    short, wide = torch.int16, torch.int32
+    assert found == {8: short, 15: short, 16: wide, 31: wide, 32: torch.int64, 60: torch.int64}

@@ -39,6 +39,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.models.rope import frequencies
 from minikv.policies.base import PromptView, StepPolicy
+from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.moments import Moments
 from minikv.policies.parts import PromptPolicy
 from minikv.policies.selection import blocks
@@ -168,6 +169,35 @@ def test_the_same_seed_keeps_the_same_rows(prompt: str, decode: str) -> None:
 # -- draws ----------------------------------------------------------------------------------
 
 
+def key_of(draw: int, seed: int) -> int:
+    """The key whose draw is made of the 64 bits `draw`: splitmix64 backwards."""
+    mask = (1 << 64) - 1
+
+    def undo_shift(x: int, bits: int) -> int:
+        found = x
+        for _ in range(64 // bits + 1):
+            found = x ^ (found >> bits)
+        return found
+
+    def undo(x: int) -> int:
+        x = undo_shift(x, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
+        x = undo_shift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
+        return (undo_shift(x, 30) - 0x9E3779B97F4A7C15) & mask
+
+    key = undo((undo(draw) ^ seed) & mask)
+    return key - (1 << 64) if key >> 63 else key
+
+
+@pytest.mark.parametrize("seed", [0, 7, (1 << 31) - 1])
+def test_the_extreme_draws_are_inside_the_unit_interval(seed: int) -> None:
+    """0 < u < 1 for the largest and the smallest draw there is: no logarithm is infinite."""
+    keys = torch.tensor([key_of(0, seed), key_of((1 << 64) - 1, seed)])
+    low, high = uniform(seed, keys).tolist()
+    assert 0.0 < low < 2**-20
+    assert 1 - 2**-20 < high < 1.0
+    assert bool(torch.isfinite(gumbel(uniform(seed, keys))).all())
+
+
 def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     """Of a head with sinks alone the others may, so that a cap can be held."""
     policy = rule("tova", {"sinks": 4})
@@ -288,3 +318,6 @@ def test_heads_are_divided_by_how_many_numbers_they_have() -> None:
 def test_a_window_as_long_as_the_prompt_protects_its_first_row_too() -> None:
     seen = view(torch.ones(1, 1, 4))
     assert seen.divide(0, 4)[0].tolist() == seen.divide(0, 9)[0].tolist() == [[True] * 4]
+    assert seen.divide(0, 3)[0].tolist() == [[False, True, True, True]]
+    assert seen.divide(1, 2)[0].tolist() == [[True, False, True, True]]
+    assert seen.divide(0, 0)[0].tolist() == [[False] * 4]

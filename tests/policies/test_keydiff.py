@@ -49,6 +49,17 @@ def test_blocks_follow_positions_and_pass_over_padding() -> None:
     assert sorted(pos[kept].tolist()) == loop(key[0, :40], 10, 6, 0)
 
 
+@pytest.mark.parametrize("keeps", [1, 2])
+def test_blocks_keep_the_fewest_rows_that_a_budget_can_have(keeps: int) -> None:
+    """No block ends with two rows alone, which would be as near to their mean."""
+    generator = torch.Generator().manual_seed(3)
+    key = torch.randn(3, 29, 8, generator=generator) + 1.0
+    seen = replace(view(torch.zeros(3, 1, 29)), key=lambda: key, budget=keeps)
+    kept = choose(build("keydiff", {"sinks": 0, "recent": 0, "block": 4}), seen, 3 * keeps)
+    for h in range(3):
+        assert kept[h].nonzero().flatten().tolist() == loop(key[h], keeps, 4, 0)
+
+
 @pytest.mark.parametrize("budget", [90, 89, 200])
 def test_rows_that_fit_the_budget_are_one_block(budget: int) -> None:
     """All of them, or all and the block that follows: scores as of all rows at once."""

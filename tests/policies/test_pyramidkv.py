@@ -30,6 +30,13 @@ def test_the_last_layer_has_the_mean_over_beta(
     assert sum(rows) == layers * budget
 
 
+def test_no_layer_gets_more_than_there_is_nor_less_than_it_needs() -> None:
+    """The first layer holds 60 at most: from 60 to 20. The last needs 15: from 65 to 15."""
+    policy = PyramidKV(beta=4, line="exact", rounding="exact")
+    assert policy.rows(5, 40, 60, 0, 0) == [60, 50, 40, 30, 20]
+    assert policy.rows(3, 40, 4096, 15, 0) == [65, 40, 15]
+
+
 def test_one_word_for_both_releases_is_their_line() -> None:
     """`rounding=official`, which is Ada-KV's too, is the `line` of its release, and only where no
     other line was asked for."""
@@ -72,3 +79,20 @@ def test_the_line_falls_and_is_the_budget_to_the_row() -> None:
         room = min(budget - max(least, window + 1), most - budget)
         if layers > 1 and room >= 2:
             assert rows[0] > rows[-1]
+
+
+def test_a_mean_of_one_row_still_falls_and_a_mean_of_none_does_not() -> None:
+    """Outside a window of 8, by the releases' whole steps: 2, 1, 0 rows, or the window alone."""
+    policy = PyramidKV(beta=20, line="official", rounding="exact")
+    assert policy.rows(3, 9, 4096, 0, 8) == [10, 9, 8]
+    assert policy.rows(3, 8, 4096, 0, 8) == [8, 8, 8]
+    assert policy.rows(1, 9, 4096, 0, 8) == [9]
+
+
+def test_the_first_layer_gets_no_more_rows_than_there_are() -> None:
+    """Of 60 rows outside the window there is a line to 20 less, of one more than the mean to one
+    less, and of the mean none."""
+    policy = PyramidKV(beta=20, line="official", rounding="exact")
+    assert policy.rows(3, 48, 68, 0, 8) == [68, 48, 28]
+    assert policy.rows(3, 48, 49, 0, 8) == [49, 48, 47]
+    assert policy.rows(3, 48, 48, 0, 8) == [48, 48, 48]

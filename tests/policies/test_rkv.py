@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from small import VOCAB, Walk, engine, ids, network
+from stepping import GREEDY, pair
+from tape import Tape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,9 +21,13 @@ from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
-from minikv.policies import steps
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
+from minikv.errors import UsageError
+from minikv.kernels.dispatch import Kernels
+from minikv.policies import rkv, steps
 from minikv.policies.base import StepView
-from minikv.policies.rkv import RKV, redundancy
+from minikv.policies.rkv import RKV, redundancy, sums
 
 
 def made(**options: object) -> RKV:
@@ -39,6 +47,20 @@ def view(
     """Heads of one layer with these keys [F, N, D] at these positions [F, N]."""
     policy = policy or made()
     return asked(policy, position, pos, columns, count=count, keys=lambda heads: keys[heads])
+
+
+# -- by hand --------------------------------------------------------------------------------------
+
+
+def plane(angles: tuple[float, ...], length: float = 2.0) -> Tensor:
+    at = torch.tensor(angles).deg2rad()
+    return length * torch.stack((at.cos(), at.sin()), -1)
+
+
+def test_a_buffer_is_not_smaller_than_the_window() -> None:
+    made(window=16, buffer=16)
+    with pytest.raises(UsageError, match="rkv: a buffer of 15 is smaller than the window of 16"):
+        made(window=16, buffer=15)
 
 
 # -- whole answers --------------------------------------------------------------------------------
@@ -182,6 +204,61 @@ def test_the_release_keeps_the_same_rows(seed: int) -> None:
         assert cache.kept(0, head).tolist() == RELEASE[seed][head] + window
 
 
+# -- what it costs --------------------------------------------------------------------------------
+
+
+def test_steps_that_evict_nothing_compare_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of two phases: every five steps one of them is full, from the 29th or the 31st token
+    on."""
+    called: list[int] = []
+    compare = redundancy
+
+    def listen(view: StepView, threshold: float) -> Tensor:
+        called.append(int(view.position))
+        return compare(view, threshold)
+
+    monkeypatch.setattr(rkv, "redundancy", listen)
+    run = engine(network(layers=1), "full", "rkv", 24, step_options={"window": 3, "buffer": 5})
+    run.prompt(ids(24))
+    run.kv.arena.cap[:, 1] = 26
+    for token in ids(20):
+        run.step(token)
+    assert called == [29, 31, 34, 36, 39, 41, 44]
+
+
+def test_steps_that_are_launched_ahead_are_recorded_with_an_eviction_and_without() -> None:
+    """Both ways agree on every row, whenever the heads are full."""
+    tape = Tape()
+    run = pair(tape, "full", "rkv", 24, options={"window": 3, "buffer": 5})
+    run.prompt(ids(24))
+    for made in (run.here, run.there):
+        made.kv.arena.cap[:, 1] = 26
+    for _ in range(5):
+        run.write(6)
+        run.agree()
+    assert (tape.warmed, tape.recorded) == (4 + 5, 2)  # the first step of an answer ends none
+    assert tape.replayed > 15
+    for _ in range(11):  # a step that nothing was launched behind evicts when it is settled
+        run.write(1, ahead=False)
+        run.agree()
+        most = run.there.kv.arena.cap + 4
+        assert bool((run.there.kv.arena.held <= most).all())
+
+
+def test_beside_windows_a_step_looks_for_a_full_head_where_there_can_be_one() -> None:
+    """Rows that slide out of a window, which no host foresees, only leave a head less full: there
+    are steps that look and steps that do not, each recorded once."""
+    tape = Tape()
+    net = network(layers=2, windows=(None, 40))
+    run = pair(tape, "full", "rkv", 24, options={"window": 3, "buffer": 12}, net=net)
+    run.prompt(ids(44))
+    for _ in range(8):
+        run.write(5)
+        run.agree()
+    assert tape.recorded == 2
+    assert tape.replayed > 15
+
+
 class Largest(TorchDispatchMode):
     """The most numbers of a tensor that an operation makes."""
 
@@ -191,14 +268,17 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        sizes = (t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
-        self.most = max([self.most, *sizes])
+        self.most = max([self.most, *(t.numel() for t in tree_leaves(out) if _is_tensor(t))])
         return out
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
 
 
 @pytest.mark.parametrize(
     ("heads", "wide", "size", "block"),
-    [(2, 300, 8, 4000), (1, 9, 8, 10), (40, 8, 64, 2000)],
+    [(2, 300, 8, 4000), (7, 40, 8, 4000), (1, 9, 8, 10), (40, 8, 64, 2000)],
 )
 def test_no_temporary_outgrows_the_block(
     heads: int, wide: int, size: int, block: int, monkeypatch: pytest.MonkeyPatch
@@ -214,3 +294,43 @@ def test_no_temporary_outgrows_the_block(
         got = redundancy(seen, 0.3)
     torch.testing.assert_close(got, want)
     assert largest.most <= max(block, wide * size, heads * wide)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_head_of_less_than_the_window_keeps_its_newest_rows(ahead: bool) -> None:
+    """An adaptive budget leaves some heads one row: they still give up a whole buffer, the window's
+    rows last, so that no head outgrows its memory."""
+    config = EvictionConfig.read("l2+ada", "rkv", 8, {"alpha": 0.0, "sinks": 0, "recent": 0})
+    config = replace(config, decode_options={**config.decode_options, "window": 5, "buffer": 6})
+    walk = Walk(config)
+    walk.prompt(ids(90))
+    caps = walk.kv.arena.cap
+    assert int(caps.min()) < 5
+    if ahead:
+        walk.engine = Engine(walk.net, walk.kv, Tape())
+        walk.kv.use(Kernels())
+    token, evicted = 1, 0
+    for at in range(1, 21):
+        if ahead:
+            token = walk.engine.next(token, VOCAB, GREEDY, 0)
+        else:
+            walk.step(token)
+        for layer in range(2):
+            for head in range(3):
+                kept = walk.kv.kept(layer, head).tolist()
+                cap = int(caps[layer, head])
+                assert len(kept) < cap + 6
+                if at >= 6 and len(kept) == cap:
+                    newest = range(walk.kv.position - min(cap, 5), walk.kv.position)
+                    assert kept[-len(newest) :] == list(newest)
+                    evicted += 1
+    assert evicted == 18
+
+
+def test_the_very_first_row_may_be_the_newest_that_is_alike() -> None:
+    """Two keys alike, the older at position 0: each excuses the other. Nothing is left of them but
+    what the third key, which is like none, has in common with them."""
+    unit = plane((0.0, 0.0, 60.0), 1.0)[None]
+    for pos in ([0, 7, 9], [7, 0, 9], [3, 7, 9]):
+        got = sums(unit, torch.tensor([pos], dtype=torch.int32), 0.9)
+        torch.testing.assert_close(got, torch.tensor([[0.5, 0.5, 1.0]]), atol=1e-6, rtol=0)

@@ -39,6 +39,22 @@ def test_roco_spares_the_unsteady() -> None:
     assert victims(plain, view).tolist() == [0]
 
 
+def test_roco_takes_a_constant_stream_for_steady() -> None:
+    """Rounding makes some of their variances negative; none may pass for steadier than another."""
+    roco = rule("roco", {"sinks": 0, "recent": 1, "scope": 0.8, **PAPER})
+    values = torch.linspace(0.02, 0.018, 40)  # the older, the more attention
+    columns = {name: torch.zeros(40) for name in roco.columns}
+    for _ in range(30):
+        roco.update(columns, values, lambda: torch.ones(40))
+    variance = columns["squares"] / 30 - (columns["sum"] / 30).square()
+    assert (variance < 0).any()
+    view = asked(roco, 40, torch.arange(40)[None], {n: c[None] for n, c in columns.items()})
+    in_scope = 39 - int(39 * 0.8)
+    steady = variance.clamp(min=0)[:39].sort().values[in_scope - 1]
+    lowest = max(i for i in range(39) if variance[i] <= steady)
+    assert victims(roco, view).tolist() == [lowest]
+
+
 def started(mass: list[float], **options: float) -> dict[str, list[float]]:
     """A head's columns after a first prompt, of whose queries the last two gave this attention."""
     roco = rule("roco", options)
@@ -61,6 +77,14 @@ def test_a_prompts_rows_start_with_the_largest_statistics_of_their_neighbours() 
     assert pooled["weighed"] == [0.5, 0.5, 0.25, 1.0, 1.0, 1.0, 8.0, 9.0]
     assert pooled["squares"] == [0.25, 0.25, 0.0625, 1.0, 1.0, 1.0, 64.0, 81.0]
     assert pooled["count"] == plain["count"]
+
+
+def test_what_a_prompt_gave_is_worth_more_than_what_an_answer_gives() -> None:
+    """Means are multiplied and deviations with them; a later prompt's come on top."""
+    plain, led = started(MASS, pool=1, lead=1), started(MASS, pool=1, lead=8)
+    assert led["weighed"] == [8 * m for m in MASS]
+    assert led["squares"] == [64 * m * m for m in MASS]
+    assert led["count"] == plain["count"]
 
 
 def leaves(**options: float) -> list[int]:
@@ -89,6 +113,14 @@ def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
         roco, [0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0], [1, 2, 3, 4, 99], 4, 2
     )
     assert roco.worth(seen).isfinite().tolist() == [[True, True, False, True, False]]
+
+
+def test_queries_that_saw_every_row_count_for_every_row() -> None:
+    """Where a prompt's queries are taken to stand behind all of its rows."""
+    roco = rule("roco", PAPER)
+    none = {name: torch.zeros(1, 6) for name in roco.columns}
+    seen = replace(view(torch.ones(1, 1, 6), 4), causal=False, carried=none)
+    assert roco.init(seen)["count"].tolist() == [[4.0] * 6]
 
 
 def test_a_prompt_of_which_one_query_was_observed() -> None:

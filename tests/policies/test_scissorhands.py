@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from layouts import segment
-from small import Dense, engine, ids, network
+from small import Dense, engine, ids, network, over, victims
 from torch import Tensor
+from views import asked
 
+from minikv.chat.eviction_config import EvictionConfig
+from minikv.engine.engine import Engine
 from minikv.policies.base import PromptView
 from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
@@ -40,8 +43,18 @@ def test_scissorhands_counts_the_last_queries(window: int) -> None:
     assert columns["queries"][3] == min(70, window)
 
 
+def test_scissorhands_takes_uniform_attention_for_enough() -> None:
+    """C2: exactly a uniform share is not below it, for any number of rows."""
+    step = ScissorHands(sinks=4, recent=10, history=50)
+    for rows in range(1, 400):
+        columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
+        seen = torch.full((rows,), float(rows))
+        step.update(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
+        assert int(columns["below0"].sum()) == 0, rows
+
+
 @pytest.mark.parametrize(
-    ("tokens", "history"), [(90, 400), (90, 20), (90, 62), (90, 64), (20, 400), (12, 400)]
+    ("tokens", "history"), [(90, 400), (90, 20), (90, 64), (20, 400), (12, 400)]
 )
 def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
     """Every one of them for itself, and a row only from its own query on."""
@@ -85,6 +98,28 @@ def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -
             assert segment(arena, "queries", layer, head).long().tolist() == able.tolist()
 
 
+def test_scissorhands_counts_relative_to_a_rows_age() -> None:
+    """6 of 10 queries gave the first row little, 3 of 4 the second, 9 of 20 the third."""
+    step = ScissorHands(sinks=0, recent=1, history=32)
+    below = torch.tensor([[6.0, 3.0, 9.0, 0.0]])
+    queries = torch.tensor([[10.0, 4.0, 20.0, 1.0]])
+    columns = {"lows": below, "queries": queries}
+    seen = asked(step, 13, torch.tensor([[3, 9, 1, 12]]), columns)
+    scores = step.worth(seen)
+    torch.testing.assert_close(scores, torch.tensor([[-0.6, -0.75, -0.45, torch.inf]]))
+    assert victims(step, seen).tolist() == [1]
+
+
+def test_beside_a_prompt_policy_with_scores_of_its_own() -> None:
+    """A short prompt under kvzip: its scores are carried beside the words, and are no word."""
+    net = network(layers=2)
+    kv = over(net, EvictionConfig.read("kvzip", "scissorhands", 200).rules())
+    run = Engine(net, kv)
+    for count in (30, 40, 300):
+        assert bool(torch.isfinite(run.prompt(ids(count))).all())
+        assert bool(torch.isfinite(run.step(3)).all())
+
+
 def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     """A conversation that is read again shows 32 queries, of which four are the last turn's; of
     those a row has only the ones from its own on. What was counted before moves up."""
@@ -116,11 +151,7 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     assert found["queries"].tolist()[0][:4] == [43.0, 4.0, 2.0, 1.0]
 
 
-def test_scissorhands_takes_uniform_attention_for_enough() -> None:
-    """C2: exactly a uniform share is not below it, for any number of rows."""
-    step = ScissorHands(sinks=4, recent=10, history=50)
-    for rows in range(1, 400):
-        columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
-        seen = torch.full((rows,), float(rows))
-        step.update(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
-        assert int(columns["below0"].sum()) == 0, rows
+def test_ones_counts_the_bits_of_a_word() -> None:
+    numbers = [0, 1, 0xFFFFFFFF, 0x80000000, 0x12345678, 0xDEADBEEF, (1 << 63) - 1, 0x5A << 55]
+    assert ones(torch.tensor(numbers)).tolist() == [n.bit_count() for n in numbers]
+    assert ones(torch.tensor([-1, -(1 << 63)])).tolist() == [64, 1]

@@ -180,6 +180,20 @@ def test_heads_with_other_rules(
     assert device.share(candidates(scores, pos, free), *some).tolist() == want
 
 
+@pytest.mark.parametrize(
+    ("alpha", "found"),
+    [
+        (0.2, Fraction(1, 5)),
+        (1 / 3, Fraction(1, 3)),
+        (1.0, Fraction(1)),
+        (0.0, Fraction(0)),
+        (0.1234567, Fraction(1234567, 10**7)),
+    ],
+)
+def test_the_fraction_of_a_decimal(alpha: float, found: Fraction) -> None:
+    assert selection.exact(alpha) == found
+
+
 def test_a_fraction_has_room_in_64_bits() -> None:
     found = selection.exact(0.12345678912345)
     assert found.denominator <= 10**7
@@ -364,12 +378,15 @@ def test_which_stand_for_all(pairs: list[tuple[int, int]], how: str) -> None:
         assert line[:m] == oracle.ranks(n, m, how)
 
 
-def test_kvcrush_anchors() -> None:
-    marks = torch.tensor([True, False])  # what most rows have
-    assert kvcrush.anchor("mean", marks, 0, 0).tolist() == [True, False]
-    assert kvcrush.anchor("inv_mean", marks, 0, 0).tolist() == [False, True]
-    assert kvcrush.anchor("zeros", marks, 0, 0).tolist() == [False, False]
-    assert kvcrush.anchor("ones", marks, 0, 0).tolist() == [True, True]
-    assert kvcrush.anchor("alternate", marks, 0, 0).tolist() == [False, True]
-    drawn = torch.stack([kvcrush.anchor("random", marks, 0, layer) for layer in range(400)])
-    assert 0.4 < float(drawn.float().mean()) < 0.6
+@pytest.mark.parametrize("heads", [8, 32])
+def test_large_numbers_stay_exact(heads: int) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    need = torch.randint(0, 300_000, (heads,), generator=generator)
+    total = int(need.sum())
+    most = need + torch.randint(0, 5_000, (heads,), generator=generator)
+    a = Fraction("0.1234567")
+    times, parts = (a.denominator - a.numerator) * heads, a.denominator * heads
+    got = share(need, times, a.numerator, parts, most, torch.tensor(total))
+    even = Fraction(total, heads)
+    want = oracle.share([(1 - a) * int(n) + a * even for n in need], most.tolist(), total)
+    assert got.tolist() == want

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,34 @@ from views import build, looked
 from minikv.policies import find, step_policy
 from minikv.policies.base import SURE, PromptView
 from minikv.policies.selection import ranked
+from minikv.policies.span import carry
+
+
+def falling(decay: float, tokens: int) -> torch.Tensor:
+    at = torch.arange(tokens, dtype=torch.float64)
+    return torch.cat((at * math.log(decay), torch.zeros(1)))
+
+
+def test_worth_is_carried_on_with_decay() -> None:
+    """1, 0, .6, 0 with decay 1/2: at position 2 the own .6 is more than a quarter."""
+    worth = torch.tensor([[1.0, 0.0, 0.6, 0.0]])
+    found = carry(worth, torch.arange(4)[None], falling(0.5, 4))
+    torch.testing.assert_close(found, torch.tensor([[1.0, 0.5, 0.6, 0.3]]))
+
+
+def test_rows_that_left_do_not_shorten_the_way() -> None:
+    """Positions 8, 2, 5 in that order, and padding: from 2 to 5 it falls three times, not once."""
+    pos = torch.tensor([[8, 2, 5, -1]])
+    found = carry(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), pos, falling(0.5, 9))
+    torch.testing.assert_close(found[0, :3], torch.tensor([0.5**6, 1.0, 0.5**3]))
+
+
+def test_a_long_text_keeps_its_precision() -> None:
+    """Far into a text a decay of one token is still that decay."""
+    worth = torch.zeros(1, 200_000)
+    worth[0, 199_000] = 1.0
+    found = carry(worth, torch.arange(200_000)[None], falling(0.95, 200_000))
+    torch.testing.assert_close(found[0, 199_001:199_004], 0.95 ** torch.tensor([1.0, 2.0, 3.0]))
 
 
 def scores(name: str, seen: PromptView, **options: object) -> torch.Tensor:

@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from measured import Watch
 from small import engine, ids, network, over
 from torch import Tensor
 from views import asked, rule
 
 from minikv.cache.budget import Budget
 from minikv.cache.eviction import leaving
+from minikv.cache.plan import Setup
 from minikv.cache.rules import Rules
 from minikv.cache.snapshot import CacheSnapshot
 from minikv.engine.engine import Engine
@@ -161,6 +163,27 @@ def test_it_learns_from_every_prompt_and_answer() -> None:
             CacheSnapshot.read(held.record() | {"learnt": learnt}, held.columns)
     run.kv.cut(50)  # a part of what was learnt cannot be taken back
     assert (run.kv.position, run.kv.snapshot().state.outcome.learnt) == (0, None)
+
+
+def test_as_many_rows_leave_whatever_their_scores_are() -> None:
+    scores = torch.tensor([[math.nan] * 4 + [math.inf], [2.0, math.nan, 1.0, 3.0, -math.inf]])
+    pos = torch.arange(5).expand(2, 5)
+    gone = leaving(scores, pos, torch.tensor([2, 2]))
+    assert gone.tolist() == [[True, True, False, False, False], [False, True, False, False, True]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_learning_takes_as_much_memory_as_is_planned(dtype: torch.dtype) -> None:
+    """Whatever a chunk's length: 16 bytes for each of the `block` numbers that are read at once."""
+    net = network(heads=8, kv_heads=2, head_dim=64)
+    kv = over(net, Rules(None, rule("triattention", {}), Budget.parse(24)))
+    setup = Setup(kv.shape, kv.rules, dtype, dtype, kv.ops, rotary=net.rotation)
+    learnt, q = setup.to_learn(kv.device), torch.zeros(4000, 8, 64, dtype=dtype)
+    assert learnt is not None
+    with torch.inference_mode(), Watch(learnt, q) as watch:
+        setup.learn(learnt, 0, q, 0)
+    assert 8 * kv.ops.block < watch.peak <= 17 * kv.ops.block
+    assert learnt[0, :, 0].tolist() == [4000, 4000]
 
 
 @pytest.mark.parametrize("stride", [0, 8])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from small import engine, ids, network
+from views import build, view
 
 
 def test_the_ends_of_turns_are_preferred() -> None:
@@ -37,3 +39,28 @@ def test_the_ends_of_turns_stay_while_an_answer_is_written(step: str) -> None:
     for layer in range(3):
         for head in range(3):
             assert edges <= set(run.kv.kept(layer, head).tolist())
+
+
+def test_the_ends_of_turns_give_way_where_nothing_else_is_left() -> None:
+    run = engine(network(), "snapkv+turns", "roco", 40, prompt_options={"edge": 200, "window": 8})
+    run.prompt(ids(300))
+    for token in range(60):
+        run.step(token)
+    assert {len(run.kv.kept(i, h)) for i in range(3) for h in range(3)} <= {40, 41}
+
+
+def test_preferred_rows_do_not_break_a_small_budget() -> None:
+    run = engine(network(), "adakv+turns", "none", 20, prompt_options={"edge": 30, "window": 8})
+    run.prompt(ids(200))
+    for layer in range(3):
+        assert sum(len(run.kv.kept(layer, h)) for h in range(3)) == 60
+
+
+@pytest.mark.parametrize("pinned", [0, 2])
+def test_no_head_is_left_nothing_beside_what_is_preferred(pinned: int) -> None:
+    """One head has all of the mass: the other still gets a row, pinned ones not counted."""
+    mass = torch.zeros(2, 1, 12)
+    mass[0] = 1.0
+    made = build("tova+ada+turns", {"alpha": 0.0, "protect_newest": False, "per_head": True})
+    kept = made.keep(view(mass), 4 + 2 * pinned, pinned, 1)
+    assert kept.sum(1).tolist() == [3 + pinned, 1 + pinned]

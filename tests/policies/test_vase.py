@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small import engine, ids, network
 from torch import Tensor
 from views import asked, rule
 
@@ -63,3 +64,13 @@ def test_attention_fades() -> None:
     for given in ([1.0, 0.0], [0.0, 0.5]):
         vase.update(columns, torch.tensor(given), lambda: torch.ones(2))
     torch.testing.assert_close(columns["fading"], torch.tensor([0.75, 0.5625 + 0.5]))
+
+
+def test_a_head_grows_by_the_buffer_and_evicts_as_many() -> None:
+    run = engine(network(), "h2o", "vase", 12)
+    run.prompt(ids(40))
+    sizes = []
+    for token in ids(12, 1):
+        run.step(token)
+        sizes.append([len(run.kv.kept(i, h)) for i in range(3) for h in range(3)])
+    assert sizes == [[12 + n % 4] * 9 for n in range(1, 13)]

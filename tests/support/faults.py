@@ -165,15 +165,3 @@ def _failing_ops(ops: Kernels, fault: Fault) -> Kernels:
         if not name.startswith("_") and callable(call):
             setattr(made, name, fault.before(call))
     return made  # type: ignore[no-any-return]
-
-
-class Nth:
-    """`real`, but the n-th call fails."""
-
-    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
-        self.real, self.number, self.n, self.code = real, number, n, code
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        if next(self.number) == self.n:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*given, **named)

@@ -1,0 +1,44 @@
+"""Ada-KV: heads follow need, and none is left nothing."""
+
+from __future__ import annotations
+
+import pytest
+from small import engine, ids, network
+
+from minikv import policies
+from minikv.errors import UsageError
+
+
+@pytest.mark.parametrize("name", ["l2+ada", "keydiff+ada", "h2o+ada", "expected+ada"])
+def test_no_head_is_left_nothing(name: str) -> None:
+    options: dict[str, object] = {"alpha": 0.0}
+    options |= {"recent_share": 0.0} if "h2o" in name else {"sinks": 0, "recent": 0}
+    for seed in range(4):
+        run = engine(network(seed=seed), name, "none", 4, prompt_options=options)
+        run.prompt(ids(80))
+        sizes = [[len(run.kv.kept(layer, h)) for h in range(3)] for layer in range(3)]
+        assert [sum(row) for row in sizes] == [12] * 3
+        assert min(map(min, sizes)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        (
+            "adakv",
+            {"alloc": "floor", "rounding": "official"},
+            "rounding=official cannot be combined",
+        ),
+        ("adakv", {"alloc": "floor", "normalize": True}, "normalize cannot be combined"),
+        ("l2+ada", {"normalize": True}, "normalize needs scores that add up"),
+    ],
+)
+def test_rules_that_exclude_each_other_are_refused(
+    name: str, options: dict[str, object], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says) as refused:
+        policies.prompt_policy(name, options)
+    assert refused.value.hint
+    for single in options:
+        if name == "adakv":
+            assert policies.prompt_policy(name, {single: options[single]}) is not None
