@@ -15,7 +15,7 @@ from tiers import served, tiered
 from minikv import policies
 from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
-from minikv.cache.fidelity import LastToken, divergence
+from minikv.cache.fidelity import Fidelity, LastToken, compared, divergence
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
@@ -218,6 +218,7 @@ def test_the_divergence_of_known_distributions() -> None:
     want = 0.5 * math.log(2) + 0.25 * math.log(0.5)
     assert float(divergence(p.log(), q.log())) == pytest.approx(want, abs=1e-6)
     assert float(divergence(p.log() + 3, p.log())) == pytest.approx(0.0, abs=1e-6)
+    assert compared(p.log(), q.log(), torch.tensor([torch.nan])) == Fidelity()  # not measured
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -612,3 +612,12 @@ def test_an_arena_is_gone_before_its_memory_is_given_back(
     else:
         run.prompt(ids(30, seed=2), room=4)
     assert gone == [True]
+
+
+def test_rows_are_forgotten_and_whole_turns_are_not() -> None:
+    run = engine(network(), "full", "none", None)
+    for turn in range(3):
+        run.prompt(ids(20, seed=turn))
+    run.kv.forget(45)
+    assert (run.kv.position, run.kv.state.turns) == (0, ((0, 20), (20, 40)))
+    assert run.kv.stats().allocated_bytes == 0

@@ -103,5 +103,7 @@ def test_why_a_tier_cannot_be_chosen_from() -> None:
     assert rules("adakv").cannot_recall is None
     assert rules("h2o").cannot_recall == "h2o needs the queries of all tokens"
     assert rules("kvzip").cannot_recall == "kvzip reads everything twice"
+    learning = rules("adakv", "triattention", "300")
+    assert learning.cannot_recall == "triattention needs the queries of all tokens"
     strided = rules("roco", "auto", "100", 8)
     assert strided.cannot_recall == "with a stride rows are evicted while it reads"

@@ -397,6 +397,7 @@ def test_whichever_call_fails_answers_are_right(
 ) -> None:
     """In the turn itself, in those after it, and in later processes: a full disk, one that can only
     be read, one that does not answer."""
+    anew(TALK[0])  # loads the kernels, which have a descriptor
     for n in itertools.count(0, 1 if part == 1 else 3):
         path, number = tmp_path / f"{n}.kv", itertools.count()
         before = opened()

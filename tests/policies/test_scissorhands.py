@@ -54,7 +54,7 @@ def test_scissorhands_takes_uniform_attention_for_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "history"), [(90, 400), (90, 20), (90, 64), (20, 400), (12, 400)]
+    ("tokens", "history"), [(90, 400), (90, 20), (90, 62), (90, 64), (20, 400), (12, 400)]
 )
 def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
     """Every one of them for itself, and a row only from its own query on."""
