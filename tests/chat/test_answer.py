@@ -389,3 +389,13 @@ def test_auto_says_once_why_it_is_greedy() -> None:
     want = "the file is empty: --temperature auto takes the likeliest token, as 0 does"
     assert [worded(text) for text in told] == [want]
     assert {turn.report.sampling["temperature"] for turn in session.turns} == {0.0}
+
+
+@pytest.mark.parametrize(("stop", "tokens"), [("ll", b"all"), ("l", b"al")])
+def test_the_last_token_is_no_part_of_the_answer_if_a_stop_text_begins_with_it_or_before(
+    stop: str, tokens: bytes
+) -> None:
+    answer = Answer(ByteStream(), (stop,))
+    assert "".join(map(answer.push, tokens)) == "a"
+    assert answer.stopped
+    assert answer.overshot

@@ -253,6 +253,7 @@ def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
     session = remembering(read)
     assert told(session, "Why?", LONG)[:2] == anew("Why?", LONG)
     leave(session)
+    assert [one.about for one in Store(read, LIMIT, {}).entries() if one.about == "damaged"] == []
 
 
 class Nth:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import torch
@@ -25,19 +26,6 @@ def test_h2o_keeps_the_newest_half() -> None:
                 kept = run.kv.kept(layer, head)
                 assert len(kept) == 60
                 assert kept[-newest:].tolist() == list(range(200 - newest, 200))
-
-
-def test_h2o_chooses_one_row_at_least() -> None:
-    """Beside the first rows and the newest, however large their share is."""
-    run = engine(network(), "h2o", "none", 10, prompt_options={"recent_share": 0.95, "sinks": 4})
-    run.prompt(ids(60))
-    for layer in range(3):
-        for head in range(3):
-            kept = run.kv.kept(layer, head).tolist()
-            assert len(kept) == 10
-            assert kept[:4] == [0, 1, 2, 3]
-            assert 3 < kept[4] < 55
-            assert kept[5:] == [55, 56, 57, 58, 59]
 
 
 def test_h2o_counts_what_rows_got_before_the_prompt() -> None:
@@ -70,3 +58,13 @@ def test_a_later_prompt_of_h2o_keeps_what_earlier_ones_looked_at() -> None:
         want = [*sorted(both.topk(25).indices.tolist()), *range(45, 70)]
         assert cache.kept(0, head).tolist() == want
         assert want[:25] != sorted(second.topk(25).indices.tolist())
+
+
+def test_h2o_chooses_one_row_at_least() -> None:
+    """Beside the first rows and the newest, however large their share is."""
+    run = engine(network(), "h2o", "none", 10, prompt_options={"recent_share": 0.95, "sinks": 4})
+    run.prompt(ids(60))
+    heads = itertools.product(range(3), range(3))
+    kept = [run.kv.kept(layer, head).tolist() for layer, head in heads]
+    assert {(*rows[:4], *rows[5:]) for rows in kept} == {(0, 1, 2, 3, 55, 56, 57, 58, 59)}
+    assert len({rows[4] for rows in kept}) > 1  # not one more of the newest
