@@ -14,6 +14,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -217,6 +218,9 @@ def test_02_ctrl_c_while_the_answer_is_written(program: Program, policy: str, to
     assert len(stopped["turns"][0]["answer"]) == token + 1
 
 
+# -- 3 --------------------------------------------------------------------------------------
+
+
 # -- 4 --------------------------------------------------------------------------------------
 
 READ = {
@@ -365,6 +369,29 @@ def test_07_a_saved_chat_goes_on_in_another_process(program: Program) -> None:
     assert later.out == whole.out.splitlines()[1] + "\n"
     assert "nothing was read again" in later.err
     assert held(program.export("later.json")) == held(program.export("whole.json"))
+
+
+# -- 8 --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thesis(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat that was saved once, for the tests to copy."""
+    home = tmp_path_factory.mktemp("saved")
+    (home / "story.txt").write_text(STORY)
+    program = Program(model, home)
+    flags, env = program.flags("--budget", "64"), {"MINIKV_HOME": str(home)}
+    done = program.run("chat", "story.txt", *flags, stdin="Why?\n/save thesis\n", env=env)
+    assert done.code == 0, done.err
+    return home / "chats" / "thesis"
+
+
+@pytest.fixture
+def saved(thesis: Path) -> Path:
+    """A chat on disk."""
+    chats = Path(os.environ["MINIKV_HOME"]) / "chats"
+    chats.mkdir(mode=0o700)
+    return Path(shutil.copytree(thesis, chats / "thesis"))
 
 
 # -- 9 --------------------------------------------------------------------------------------
@@ -521,9 +548,8 @@ for name in ("plan", "doctor", "documents.named", "chat.settings_commands", "sav
 """
 
 
-def test_11_what_needs_no_torch_does_not_load_it(program: Program) -> None:
+def test_11_what_needs_no_torch_does_not_load_it(program: Program, saved: Path) -> None:
     """Neither a command's help nor a saved chat; help does not load what a chat needs either."""
-    assert program.chat(["Why?", "/save thesis"]).code == 0
     done = subprocess.run(
         [sys.executable, "-c", _TORCHLESS], cwd=program.folder, capture_output=True, check=False
     )

@@ -16,7 +16,8 @@ from typed import body, printed, screen
 
 from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
-from minikv.cli.doctor import FAILED, OK, WARNING, attempt, doctor, policies, tiny
+from minikv.cli.doctor import FAILED, OK, WARNING, Check, attempt, doctor, line, policies, tiny
+from minikv.cli.screen.terminal import in_columns
 from minikv.cli.settings.config import Config, Interface
 from minikv.cli.settings.flags import Call
 from minikv.kernels.attention import cpu as prefill
@@ -126,11 +127,13 @@ def test_a_cache_that_lies_is_found_out(
 
 
 def test_a_prompt_that_is_not_read_exactly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor weights that are not finite."""
-    net, honest = tiny(), KVCache.attend
-    with monkeypatch.context() as patch:
-        patch.setattr(KVCache, "attend", lambda *a: 0.9 * honest(*a))
-        assert attempt(net, "adakv", "roco", 0) == "the prompt was not read exactly"
+    honest = KVCache.attend
+    monkeypatch.setattr(KVCache, "attend", lambda *a: 0.9 * honest(*a))
+    assert attempt(tiny(), "adakv", "roco", 0) == "the prompt was not read exactly"
+
+
+def test_weights_that_are_not_finite_are_found_out() -> None:
+    net = tiny()
     net.layers[1].down.dense().fill_(float("nan"))
     assert "NaN" in attempt(net, "adakv", "roco", 0)
 
@@ -251,6 +254,13 @@ def test_what_the_processor_says(tmp_path: Path) -> None:
     path.write_text("model name\t: A CPU\nflags\t\t: fpu avx2 avx512_bf16\nmodel name\t: B\n")
     assert examination.cpu_facts(path) == ("A CPU", {"fpu", "avx2", "avx512_bf16"})
     assert examination.cpu_facts(tmp_path / "nothing") == ("", set())
+
+
+def test_a_line_is_no_wider_than_the_terminal() -> None:
+    text = line("models", Check(WARNING, "word " * 40, "do something " * 9))
+    assert text.startswith("warning  models")
+    for width in (40, 80, 200):
+        assert max(map(len, in_columns(text, width).splitlines())) <= width
 
 
 @pytest.mark.parametrize(

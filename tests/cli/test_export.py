@@ -55,8 +55,10 @@ def test_the_json_has_the_facts_of_the_chat() -> None:
         ("why?", session.messages[4].content, []),
     ]
     assert [t["record"] for t in made["turns"]] == [r.to_dict() for r in session.reports]
-    documents = [("story.txt", 12), (None, 8)]
-    assert made["documents"] == [{"name": n, "characters": c} for n, c in documents]
+    assert made["documents"] == [
+        {"name": "story.txt", "characters": 12},
+        {"name": None, "characters": 8},
+    ]
     text = made["tokens"]["text"]
     assert len(text) == len(session.fed)
     assert "".join(piece or "" for piece in text) == session.tokenizer.decode(session.fed)

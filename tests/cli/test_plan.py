@@ -17,6 +17,7 @@ from checkpoints import classes
 from fakes import PADDED
 from lettered import over
 from llama_8b import LLAMA
+from pairwise import pairwise
 from safetensors.torch import load_file
 from small import network
 from typed import body, invoke, printed, screen
@@ -30,6 +31,7 @@ from minikv.chat.session import ChatSession
 from minikv.cli.doctor import one_thread
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan
+from minikv.cli.screen.terminal import in_columns
 from minikv.cli.settings.config import Config, Interface
 from minikv.cli.settings.flags import Call, read_count
 from minikv.errors import UsageError
@@ -43,20 +45,29 @@ from minikv.settings import Generation, Settings, settings_of
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
 # policy that waits for attention, one that does not, one with wide columns, and none.
 CASES = [
-    ("full", "roco", 0),
+    ("full", "auto", 0),
+    ("adakv", "auto", 0),
     ("adakv", "none", 0),
     ("snapkv", "hashevict", 0),
     ("pyramidkv", "scissorhands", 0),
     ("h2o", "auto", 0),
     ("tova", "auto", 0),
     ("streaming", "auto", 0),
+    ("keydiff", "none", 0),
     ("expected", "auto", 0),
+    ("nacl", "h2o", 0),
     ("kvcrush", "l2", 0),
     ("snapkv+global", "auto", 0),
+    ("h2o+global", "none", 0),
     ("keydiff+global", "none", 0),
+    ("dropkv", "none", 0),
     ("global-span", "roco", 0),
+    ("full", "roco", 0),
+    ("roco", "auto", 32),
+    ("streaming", "auto", 32),
     ("h2o", "auto", 8),
 ]
+
 SOME = [
     ("full", "auto", 0),
     ("adakv", "auto", 0),
@@ -64,7 +75,6 @@ SOME = [
     ("defensive+global", "auto", 0),
     ("roco", "auto", 32),
 ]
-"""On a model of one kind of layer and on one with windows."""
 
 
 @pytest.fixture(autouse=True)
@@ -141,12 +151,28 @@ def test_packed_weights_are_counted_to_the_byte(form: str, told: str) -> None:
     assert record(None, "1000", weights=form, device="cpu")["kept"] == form
 
 
+def test_packed_weights_are_planned_where_they_run() -> None:
+    for form, device, dtype, error, message in (
+        ("int8+head", "cuda", "float32", ModelError, 'weights="int8+head"'),
+        ("int4+head", "cpu", "float32", ModelError, 'weights="int4+head"'),
+        ("int2+head", "cpu", "auto", UsageError, "`weights` must be one of"),
+    ):
+        with pytest.raises(error, match=re.escape(message)) as caught:
+            run(None, "1000", weights=form, device=device, dtype=dtype, memory="24GiB")
+        assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "raw",
     [
+        {"model_type": "llama"},
+        {"model_type": "llama", "tie_word_embeddings": True},
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "llama", "head_dim": 10},
+        {"model_type": "mistral", "sliding_window": 64},
         {"model_type": "mistral", "head_dim": 24},
         {"model_type": "qwen2"},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
     ],
 )
 def test_random_models_of_transformers_are_counted_to_the_parameter(
@@ -187,6 +213,11 @@ def chat_of(*windows: int | None) -> ChatSession:
 @pytest.fixture(scope="module")
 def bundled() -> ChatSession:
     return minikv.load(device="cpu", tier="none")
+
+
+@pytest.fixture(scope="module")
+def deep() -> ChatSession:
+    return chat_of(*[None] * 8)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +283,7 @@ MILL = "The mill on the river is run by Ada, who came from Velgate. "
     ("which", "case"),
     [
         pytest.param(which, case, id="-".join(map(str, (which, *case))))
-        for which, cases in (("bundled", CASES + SOME), ("sliding", SOME))
+        for which, cases in (("bundled", CASES), ("deep", SOME), ("sliding", SOME))
         for case in cases
     ],
 )
@@ -268,6 +299,35 @@ def test_the_planned_bytes_are_those_of_a_real_run(
             assert measured[2] <= planned[2] <= 1.05 * measured[2]
             measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
         assert planned == measured
+
+
+@pytest.mark.parametrize(
+    ("which", "policy", "decode", "tier"),
+    pairwise(
+        ["bundled", "deep", "sliding"],
+        ["kvzip", "kvzip+", "kvzip+uniform"],
+        ["none", "roco", "h2o"],
+        ["none", "file"],
+    ),
+)
+def test_what_is_read_twice_stays_below_its_plan(
+    which: str, policy: str, decode: str, tier: str, request: pytest.FixtureRequest
+) -> None:
+    """The request is counted with more tokens than it has."""
+    session: ChatSession = request.getfixturevalue(which)
+    choice = EvictionConfig.read(policy, decode, "72")
+    session.recall.kind, session.reuse = tier, "once"
+    report = asked(session, choice, MILL * 20)
+    session.recall.kind = "none"
+    made, setup = planned_by(choice, config_of(session), report.tokens.prompt_new, 5)
+    assert made.repeats
+    planned = peak(made, setup).reading
+    if tier == "file":
+        in_file = peak(made, setup, in_file=True).reading
+        assert in_file < planned
+        planned = in_file
+    assert report.kv_bytes.peak_prefill <= planned <= 1.05 * report.kv_bytes.peak_prefill
+    assert report.kv_bytes.allocated <= peak(made, setup).writing
 
 
 def test_the_plan_tells_what_is_read_twice() -> None:
@@ -306,6 +366,8 @@ def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
         assert [row["suffices"] for row in rows] == [False]
     rows = record(None, "8150", policy="kvzip,keydiff", budget="512")["rows"]
     assert [row["suffices"] for row in rows] == [False, True]
+    with pytest.raises(UsageError, match="too small"):
+        run(None, "2000", policy="kvzip", budget="4")
 
 
 @pytest.mark.parametrize("budget", ["30%", "300KiB"])
@@ -441,7 +503,14 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
             "--weights int8",
             "10,000 tokens per head fit: 62% of what is read",
         ),
-        ("6.3GiB", "100k", "cpu", "--weights int4+head --policy roco --stride 32", "is read"),
+        ("8GiB", "100k", "cpu", "--weights int4", "3,300 tokens per head fit: 3% of what is read"),
+        (
+            "6.3GiB",
+            "100k",
+            "cpu",
+            "--weights int4+head --policy roco --stride 32",
+            "of what is read",
+        ),
         ("12GiB", "4k", "cuda", "--weights int8", "nothing is evicted"),
         ("8GiB", "4k", "cuda", "--weights int4", ""),
     ],
@@ -487,11 +556,20 @@ def test_a_model_whose_name_has_blanks_is_quoted(llama: str, tmp_path: Path) -> 
     assert f"-m '{folder}' " in words(str(folder), "4k", memory="80GiB")
 
 
+@pytest.mark.parametrize("tokens", ["2000", ""])
+def test_every_width(tokens: str) -> None:
+    text = run(None, tokens, budget="512")
+    for width in (40, 80, 200):
+        assert max(map(len, in_columns(text, width).splitlines())) <= width
+
+
 def test_a_policy_of_the_selection_that_the_budget_is_too_small_for_says_so() -> None:
     text = run(None, "2000", budget="16")
     assert "is too small for snapkv" in text
     assert "the smallest useful budget here is" in words(None, "2000", budget="16")
     assert "streaming" in text
+    with pytest.raises(UsageError, match="too small"):
+        run(None, "2000", policy="snapkv", budget="16")
 
 
 def test_policies_decode_and_options_are_the_users() -> None:
@@ -512,32 +590,41 @@ def test_policies_decode_and_options_are_the_users() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        *(({"tokens": n}, "cannot read") for n in ("lots", "0", "-5", "1.5", "10000M")),
-        ({"policy": "adakb"}, "unknown policy 'adakb'"),
-        ({"policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
-        ({"policy": "snapkv", "budget": "16"}, "too small"),
-        ({"policy": "kvzip", "budget": "4"}, "too small"),
-        ({"budget": "lots"}, "the budget cannot be"),
-        ({"dtype": "int3"}, "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3'"),
-        ({"weights": "int8+head", "device": "cuda", "dtype": "float32"}, 'weights="int8\\+head"'),
-        ({"weights": "int4+head", "device": "cpu", "dtype": "float32"}, 'weights="int4\\+head"'),
-        ({"weights": "int2+head"}, "`weights` must be one of"),
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"device": "cuda:99", "memory": ""}, "no CUDA device for 'cuda:99'"),
-        ({"memory": "512"}, "'512' is not a size"),
+        ({"tokens": "lots"}, "cannot read the number of tokens 'lots'"),
+        ({"tokens": "0"}, "cannot read"),
+        ({"tokens": "-5"}, "cannot read"),
+        ({"tokens": "1.5"}, "cannot read"),
+        ({"tokens": "10000M"}, "cannot read"),
+        ({"tokens": "5", "policy": "adakb"}, "unknown policy 'adakb'"),
+        ({"tokens": "5", "policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
+        ({"tokens": "5", "budget": "lots"}, "the budget cannot be"),
+        (
+            {"tokens": "5", "dtype": "int3"},
+            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3'",
+        ),
+        ({"tokens": "5", "device": "tpu"}, "unknown device 'tpu'"),
+        ({"tokens": "5", "device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
+        ({"tokens": "5", "memory": "512"}, "'512' is not a size"),
+        ({"tokens": "5", "memory": "much"}, "is not a size"),
     ],
 )
 def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
-    given = {"tokens": "2000", "memory": "24GiB"} | given
-    with pytest.raises((UsageError, ModelError), match=message) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         run(None, given.pop("tokens"), **given)
     assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 2  # type: ignore[union-attr]
 
 
 def test_numbers_of_tokens() -> None:
-    numbers = {"100k": 100_000, "32Ki": 32_768, "1.5M": 1_500_000, "8,192": 8192, "12_000": 12_000}
-    numbers |= {"1Mi": 1 << 20, " 7 ": 7, "128K": 128_000}
+    numbers = {
+        "100k": 100_000,
+        "32Ki": 32_768,
+        "1.5M": 1_500_000,
+        "8,192": 8192,
+        "1Mi": 1 << 20,
+        "12_000": 12_000,
+        " 7 ": 7,
+        "128K": 128_000,
+    }
     assert {text: read_count(text, "--tokens") for text in numbers} == numbers
 
 
@@ -570,29 +657,33 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def test_of_a_hub_model_only_the_configuration_is_fetched(
-    hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And nothing where it is in the cache, where the repository has none, or offline."""
+def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) -> None:
     hub.answer = BUNDLED / "config.json"
     assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
-    assert hub.asked.pop() == ("owner/model", "config.json", "abc")
-    for names, message in (
+    assert hub.asked == [("owner/model", "config.json", "abc")]
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
         (["README.md", "model.Q4_K_M.gguf"], "in 1 GGUF files, such as 'model.Q4_K_M.gguf'"),
+        (["README.md"], "has no config.json"),
         ([], "has no config.json"),
-    ):
-        hub.names = names
-        with pytest.raises(ModelError, match=message) as caught:
-            run("owner/model", "1000")
-        assert caught.value.exit_code == 3
-    with pytest.raises(ModelUnavailable, match="offline"):
-        run("owner/model", "1000", offline=True)
+    ],
+)
+def test_a_repository_without_a_configuration(
+    hub: SimpleNamespace, names: list[str], message: str
+) -> None:
+    hub.names = names
+    with pytest.raises(ModelError, match=message) as caught:
+        run("owner/model", "1000")
+    assert caught.value.exit_code == 3
+    assert hub.asked == []
+
+
+def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
     hub.cached = str(BUNDLED / "config.json")
     assert "owner/model" in run("owner/model", "1000", offline=True)
-    hub.cached = None
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelUnavailable, match="offline"):
-        run("owner/model", "1000")
     assert hub.asked == []
 
 
@@ -612,6 +703,15 @@ def test_without_a_network_there_is_one_line(
     first, *rest = (done.stderr + "".join(capfd.readouterr())).splitlines()
     assert first.startswith("error: owner/no-such-model-here: ")
     assert [line for line in rest if not line.startswith("  check the network")] == []
+
+
+def test_offline_and_not_cached(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelUnavailable, match="offline"):
+        run("owner/model", "1000", offline=True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelUnavailable, match="offline"):
+        run("owner/model", "1000")
+    assert hub.asked == []
 
 
 def test_the_number_format_is_the_checkpoints(tmp_path: Path) -> None:

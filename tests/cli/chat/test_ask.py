@@ -82,6 +82,8 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
         ("- FILE", "Who?\n", f"{NAMED}\n\nWho?"),
         ("- FILE", "Who?\r\n", f"{NAMED}\n\nWho?"),
         ("- FILE", "Who?\n\n", f"{NAMED}\n\nWho?\n"),
+        ("- FILE", "Who?\r\n\r\n", f"{NAMED}\n\nWho?\r\n"),
+        ("- FILE", "\nWho? ", f"{NAMED}\n\n\nWho? "),
     ],
 )
 def test_what_the_model_reads(
@@ -164,6 +166,7 @@ def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -
     [
         (b"plain", "--stats", "memory     KV "),
         (b"plain", "--stats", "allocated  "),
+        (b"plain", "--stats", "peak  "),
         (b"plain", "--stats --weights int4", "weights    int4\n"),
         (b"plain", "-n 3", "stopped at --max-tokens 3"),
         (b"<end> in a text", "", "looks like a control token"),
@@ -231,15 +234,18 @@ def test_json_has_the_answer_and_the_turn_record(world: World, document: str) ->
     ("arguments", "message"),
     [
         (["--policy", "adakb"], "did you mean adakv?"),
+        (["-o", "window"], "an option is name=value"),
         (["-o", "colour=red"], "no option 'colour'"),
         (["-o", "window=0"], "must be between"),
         (["-n", "0"], "--max-tokens must be"),
         (["--system", "@/nonexistent"], "no such file"),
         (["/nonexistent.txt"], "no such file"),
         ([""], "no such file: ''"),
+        (["nothing/*.txt"], "no file matches nothing/*.txt"),
         (["https://x.org/a"], "curl -sL https://x.org/a | minikv ask"),
         (["cli.text"], "minikv looked in /"),
         ([str(HERE.with_name("test_as.py"))], f"did you mean {HERE}?"),
+        (["/nowhere/x"], "there is no directory /nowhere"),
         (["--budget", "9" * 20], "more than any memory holds"),
     ],
 )

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typed import World, answer_of
+from typed import World, answer_of, context
 
+from minikv.chat.session import ChatSession
+from minikv.cli.chat.command import converse
 from minikv.cli.documents import named
+from minikv.cli.screen.terminal import Terminal
+from minikv.settings import Generation
 
 TEXT = "The mill is run by Ada."
 
@@ -113,11 +118,27 @@ def test_a_resumed_chat_says_which_settings_are_its_own(
     for name, value in (("BUDGET", "128"), ("SEED", "9"), ("TOP_K", "5")):
         monkeypatch.setenv(f"MINIKV_{name}", value)
     flags = ("--seed", "3", "-S", "be long", "--pin-system", "--offline")
-    own = ("budget 64 chat x", "seed 0 chat x", "system be brief chat x", "dtype - chat x")
-    stated = ("seed 3 --seed", "system be long --system", "pin_system true --pin-system")
     for given, rows in (
-        ((), (*own, "top_k 5 MINIKV_TOP_K", "offline false default")),
-        (flags, (*stated, "offline true --offline")),
+        (
+            (),
+            (
+                "budget 64 chat x",
+                "seed 0 chat x",
+                "system be brief chat x",
+                "dtype - chat x",
+                "top_k 5 MINIKV_TOP_K",
+                "offline false default",
+            ),
+        ),
+        (
+            flags,
+            (
+                "seed 3 --seed",
+                "system be long --system",
+                "pin_system true --pin-system",
+                "offline true --offline",
+            ),
+        ),
     ):
         result = world.run("chat", "--resume", "x", *given, input="/set\n")
         assert result.exit_code == 0, result.stderr
@@ -206,7 +227,9 @@ def test_help_has_a_narrow_first_column(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("/settle", "unknown command /settle"),
         ("/hlep", "did you mean /help?"),
+        ("/exitnow", "unknown command /exitnow"),
         ("/nonsense", "unknown command /nonsense\n  /help lists the commands"),
         ("/policy nonsense", "unknown policy 'nonsense'\n  /policy takes: full"),
         ("/exit now", "/exit takes nothing"),
@@ -215,8 +238,10 @@ def test_help_has_a_narrow_first_column(
         ("/add 'unclosed", "No closing quotation"),
         ("/kept find it's", "put a text with ' in it in double quotes"),
         ("/ kept", "unknown command /"),
+        ("/help add docs", "/help takes one command, got 'add docs'"),
         ("/undo 0", "/undo or /undo 2"),
         ("/save _x", "beginning with a letter or digit"),
+        ("/policy adakb", "did you mean adakv?"),
         ("/add ~/report", "no such file: /nonexistent/report"),
         ("/set budget 5", "smallest useful"),
         ("/budget 5", "/budget is gone\n  /set budget 256 changes it"),
@@ -259,3 +284,34 @@ def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -
     assert result.exit_code == 5
     assert "/drop NUMBER removes one" in result.stderr
     assert result.stdout == answer_of(TEXT, "short?") + "\n"
+
+
+# -- --reuse auto on a terminal --------------------------------------------------------------
+
+
+MILL = "A mill stands by the river and grinds. " * 8
+
+
+def talk(
+    session: ChatSession, lines: Sequence[str | type[BaseException]], *, typed: bool = True
+) -> int:
+    """A chat in which these lines come in; how many of them were taken."""
+    session.attach(MILL)
+    coming: Iterator[str | type[BaseException]] = iter(lines)
+    taken = 0
+
+    def read_line() -> str:
+        nonlocal taken
+        line = next(coming, EOFError)
+        if isinstance(line, str):
+            taken += 1
+            return line
+        raise line
+
+    there = context(session, Terminal(), Generation(max_tokens=4))
+    assert converse(there, read_line, typed=typed) == 0
+    return taken
+
+
+def modes(session: ChatSession) -> list[str]:
+    return [report.reuse for report in session.reports]

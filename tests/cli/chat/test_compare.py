@@ -14,7 +14,7 @@ from layouts import segment
 from lettered import lettered
 from pairwise import pairwise, some_by_day
 from small_chat import scripted
-from test_kept import HOSTILE, STORY, chat
+from test_kept import HOSTILE, STORY, chat, network
 from typed import context, on_screen
 
 from minikv.cache.arena import Arena
@@ -310,10 +310,11 @@ def test_bad_arguments_before_anything_runs(
 
 def test_nothing_to_compare() -> None:
     session = chat("full", "none", eviction=EvictionConfig.read("full"))
-    for said in ("no question", "evicts nothing"):
-        with pytest.raises(UsageError, match=said):
-            compared(session)
-        list(session.ask("Who?", 2))
+    with pytest.raises(UsageError, match="no question"):
+        compared(session)
+    list(session.ask("Who?", 2))
+    with pytest.raises(UsageError, match="evicts nothing"):
+        compared(session)
 
 
 def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
@@ -411,10 +412,12 @@ def test_columns_or_blocks_fit(width: int, count: int) -> None:
     ("tokens", "full", "said"),
     [
         ((1, 2), (1, 2), "all 2 tokens"),
+        ((1,), (1,), "1 token"),
         ((), (), "both are empty"),
         ((1, 3), (1, 2), "first 1 of 2 tokens"),
         ((1, 2), (1, 2, 3), "first 2 of 3 tokens"),
         ((1, 2, 3), (1,), "first 1 of 1 token"),
+        ((9,), (1, 2), "none of 2 tokens"),
         ((), (1,), "none of 1 token"),
     ],
 )
@@ -427,6 +430,7 @@ def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str)
     [
         (41.79, 40.0, 16, ", x1.04 of full"),
         (39.9, 40.0, 16, ", x0.99 of full"),
+        (40.0, 40.0, 99, ", x1.00 of full"),
         (41.8, 40.0, 15, ""),
         (41.8, None, 16, ""),
         (None, 40.0, 16, ""),
@@ -449,6 +453,17 @@ def test_how_much_faster_than_full(
     )
     assert compare.facts(one, full)["write"].endswith(said or ("d" if own is None else "s"))
     assert "of full" not in compare.facts(one, one)["write"]
+
+
+def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    net = network((None, 40, None))
+    session = chat(
+        eviction=EvictionConfig.read("adakv", "h2o", BUDGET), step="h2o", budget=BUDGET, net=net
+    )
+    session.attach(STORY)
+    list(session.ask("Who?", 3))
+    compared(session)
+    assert "nothing evicted" in capsys.readouterr().err
 
 
 def test_the_count_on_the_live_line_goes_on_behind_thoughts() -> None:

@@ -201,6 +201,23 @@ def test_shade_of_each_token() -> None:
     assert line == f"█  28% {shade(8)}a\x1b[0m{shade(1)}b\x1b[0m{shade(0)}cd\x1b[0m"
 
 
+def test_shades_ascend_and_can_be_read() -> None:
+    def light(colour: int) -> float:
+        if colour >= 232:
+            rgb = [8 + 10 * (colour - 232)] * 3
+        else:
+            steps = [0, 95, 135, 175, 215, 255]
+            rgb = [steps[(colour - 16) // n % 6] for n in (36, 6, 1)]
+        linear = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    lights = [light(back) for back, _ in SHADES]
+    assert lights == sorted(lights)
+    for back, front in SHADES:
+        low, high = sorted((light(back), light(front)))
+        assert (high + 0.05) / (low + 0.05) >= 4.5
+
+
 @pytest.mark.parametrize(("width", "height"), [(50, 24), (80, 24), (120, 40), (50, 8)])
 @pytest.mark.parametrize("colour", [False, True])
 def test_the_beginning_fits_on_the_screen_with_the_prompt(
@@ -260,8 +277,6 @@ def test_find_says_what_is_likely_lost() -> None:
     assert verdict() == "still there: 10% of the heads hold it whole"
     held[:] = True
     assert verdict() == "still there: every head holds it whole"
-    missing = "no '[red]x' among the 4 tokens fed so far"
-    assert kept.find(facts("abc"), "[red]x", 80) == missing
 
 
 def test_a_copy_in_the_question_does_not_count_for_the_document() -> None:
@@ -287,6 +302,11 @@ def test_phrases_fit_and_are_filtered(width: int) -> None:
     assert "中文字 needle 中" in text
 
 
+def test_no_such_phrase() -> None:
+    missing = "no '[red]x' among the 4 tokens fed so far"
+    assert kept.find(facts("abc"), "[red]x", 80) == missing
+
+
 # -- the command ----------------------------------------------------------------------------
 
 
@@ -307,15 +327,28 @@ def test_how_much_was_kept_stands_over_the_text() -> None:
     assert "1 of 3 layers see the last 40 tokens at the most, whatever the policy" in text
 
 
-@pytest.mark.parametrize("line", ["2", "bottom", "all 2", "find", "find net debt"])
-def test_bad_arguments(asked: ChatSession, line: str) -> None:
-    with pytest.raises(UsageError, match="does not take"):
-        kept._kept(context(asked), line.split())
+def test_before_the_first_turn() -> None:
+    said = typed.run(kept.COMMANDS, context(chat()), "kept")
+    assert said == "no turn yet\n"
 
 
-@pytest.mark.parametrize("line", ["", "all", "find mill"])
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("2|bottom|all 2|find|find net debt", "does not take"),
+    ],
+)
+def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
+    for line in lines.split("|"):
+        with pytest.raises(UsageError, match=re.escape(said)):
+            kept._kept(context(asked), line.split())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "all", "find mill"],
+)
 def test_output_is_plain_text_on_stderr(asked: ChatSession, line: str) -> None:
-    assert typed.run(kept.COMMANDS, context(chat()), "kept") == "no turn yet\n"
     err = typed.run(kept.COMMANDS, context(asked), "kept", *line.split())
     assert err.endswith("\n")
     assert len(err) > 20

@@ -146,6 +146,7 @@ def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) ->
     ("line", "said"),
     [
         ("undo x", "/undo takes a number"),
+        ("undo 1 2", "/undo takes a number"),
         ("undo -1", "/undo takes a number"),
         ("undo ²", "/undo takes a number"),
         ("undo 0", "1 or more"),
@@ -153,6 +154,8 @@ def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) ->
         ("retry --polcy x", "does not take '--polcy'"),
         ("retry adakv", "does not take 'adakv'"),
         ("retry --policy", "needs a value"),
+        ("retry --policy nonsense", "nonsense"),
+        ("retry --budget much", "the budget cannot be"),
         ("retry --budget 3", "too small"),
         ("retry --seed x", "--seed must be a whole number, got 'x'"),
     ],

@@ -221,28 +221,41 @@ def test_tokens_adds_up_to_the_context() -> None:
     "".join(session.ask("What is it?", max_tokens=5))
     "".join(session.ask("And then?", max_tokens=5))
     session.attach("Not yet read.", "c.txt")
-    rows = {name: (count, frees) for name, count, frees in usage(session)}
-    assert rows.pop("waiting: c.txt") == (len("Not yet read."), "/drop 3")
-    assert sum(count for count, _ in rows.values()) == 4096
-    assert rows["answers"][0] + rows["the last token, not read yet"][0] == 10
-    assert (rows["answers"][1], rows["names and turn markers"][1]) == ("/clear", "")
-    known = {
-        "system prompt": (9, '/system "", then /clear'),
-        "document 1: a.txt": (len("A first text."), "/drop 1"),
-        "document 2: piped text": (len("A second text."), "/drop 2"),
-        "questions": (len("What is it?") + len("And then?"), "/clear"),
-        "room left": (session.room, ""),
-    }
-    assert rows.items() >= known.items()
+    rows = {name: count for name, count, _ in usage(session)}
+    waiting = rows.pop("waiting: c.txt")
+    assert waiting == len("Not yet read.")
+    assert sum(rows.values()) == 4096
+    assert rows["system prompt"] == 9
+    assert rows["document 1: a.txt"] == len("A first text.")
+    assert rows["document 2: piped text"] == len("A second text.")
+    assert rows["questions"] == len("What is it?") + len("And then?")
+    assert rows["answers"] + rows["the last token, not read yet"] == 10
+    assert rows["room left"] == session.room
+    frees = {name: how for name, _, how in usage(session)}
+    assert frees["system prompt"] == '/system "", then /clear'
+    assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
+    assert (frees["names and turn markers"], frees["room left"]) == ("", "")
+    assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/drop 3")
     session.system = ""
     session.reset()
-    assert {how for _, _, how in usage(session)} == {""}, "nothing is there to be freed"
+    frees = {name: how for name, _, how in usage(session)}
+    assert set(frees.values()) == {""}, "nothing is there to be freed"
     session.attach("A first text.", "a.txt")
     "".join(session.ask("What is it?", max_tokens=5))
     text = tokens(session)
     assert "/drop 1" in text
     used = len(session.fed)
     assert f"{used:,} tokens read of 4,096 positions" in text
+
+
+def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
+    bundled.reset()
+    bundled.attach("The mill on the river is run by Ada. " * 9, "mill\x1b[2J.txt")
+    "".join(bundled.ask("Who runs the mill?", max_tokens=5))
+    rows = usage(bundled)
+    assert all(count >= 0 for _, count, _ in rows)
+    assert sum(count for _, count, _ in rows) == bundled.max_context
+    assert "\x1b" not in tokens(bundled)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +283,6 @@ def test_tokens_docs_and_kept_count_alike(
         assert f" {count:,} token" in listed.splitlines()[n - 1]
     (waiting,) = [row for row in rows if row[0] == "waiting: later.txt"]
     assert f" {waiting[1]} tokens" in listed.splitlines()[-1]
-    assert sum(n for name, n, _ in rows if not name.startswith("waiting")) == session.max_context
     elsewhere = ("waiting", "room left", "the last token")
     read = sum(count for name, count, _ in rows if not name.startswith(elsewhere))
     assert read == facts.held.shape[2] == len(session.fed)

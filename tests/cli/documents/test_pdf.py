@@ -186,10 +186,12 @@ ODD = "that cannot be identified"
         # The table gives no character for "#", or one that no text has.
         ("of#ce", HELVETICA, {"#": "\0"}, "of\ufffdce", f"1 character {ODD}"),
         ("of#ce #", HELVETICA, {"#": "\ue000"}, "of\ue000ce \ue000", f"2 characters {ODD}"),
+        ("of#ce", HELVETICA, {"#": "\uf0b7"}, "of\uf0b7ce", f"1 character {ODD}"),
         *(
             ("of#ce", HELVETICA, {"#": sign}, f"of{sign}ce", f"1 character {ODD}")
             for sign in "\ufdd0\U0001fffe\u0378\ufff0"
         ),
+        ("of#ce con#rm", HELVETICA, {"#": ""}, "of\ufffdce con\ufffdrm", f"2 characters {ODD}"),
         ("Of#ce", HELVETICA, {"#": "\xad"}, "Of\xadce", ""),
         ("A# one", HELVETICA, {"#": "\u200b"}, "A\u200b one", ""),
         ("abc", SHAPES % b"/.notdef /.notdef /.notdef", None, "\u25a1" * 3, f"3 characters {ODD}"),
@@ -197,8 +199,10 @@ ODD = "that cannot be identified"
         ("A# b c d e f g h i j", HELVETICA, {"#": "\u25a1"}, "A\u25a1 b", ""),
         # A bullet of the font Symbol, as word processors write it.
         ("# one", HELVETICA, {"#": "\uf0b7"}, "\uf0b7 one", ""),
+        ("of#ce", HELVETICA, {"#": "ffi"}, "offfice", ""),
         # Numbers or names of shapes stand for letters.
         (SHIFTED, IDENTITY, None, "7KH\x03HQG\x11", f"8 characters {ODD}"),
+        (SHIFTED, IDENTITY, {}, "7KH\x03HQG\x11", f"8 characters {ODD}"),
         (SHIFTED, composite(b"/Identity-V"), None, "7KH\x03HQG\x11", f"8 characters {ODD}"),
         (SHIFTED, composite(b"<< >>"), None, "\ufffd7\ufffdK", f"16 characters {ODD}"),
         ("abc", SHAPES % b"/g1 /g12 /g3", None, "/g1/g12/g3", f"3 characters {ODD}"),
@@ -212,6 +216,7 @@ ODD = "that cannot be identified"
             "",
         ),
         (hexadecimal("The end."), composite(b"/UniJIS-UTF16-H"), None, "The end.", ""),
+        ("abc", SHAPES % b"/X /Y /Z", None, "XYZ", ""),
     ],
 )
 def test_characters_that_mean_nothing_are_counted_in_one_note_a_page(

@@ -32,6 +32,7 @@ def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
         (codecs.BOM_UTF32_LE + "wider".encode("utf-32-le"), "wider"),
         (b"a NUL \x00 in a long enough text", "a NUL \x00 in a long enough text"),
         (b"\x1b[31mred\x1b[0m text", "\x1b[31mred\x1b[0m text"),
+        (b"x", "x"),
         (
             "<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧".encode(),
             "<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧",
@@ -55,8 +56,10 @@ def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
         (b"cut short \xe2\x82", r"not valid UTF-8: byte 10 \(0xe2\)"),
         (codecs.BOM_UTF16_LE + b"a\x00\x00\xd8b\x00", r"not valid UTF-16: byte 4 \(0x00\)"),
         (bytes(range(256)) * 4, "looks binary"),
+        (b"\x00" * 100, "looks binary"),
         (b"\x7fELF\x02\x01", "a program"),
         (b"PK\x03\x04....", "zip archive"),
+        (b"\x1f\x8b\x08", "gzip"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(
@@ -69,14 +72,14 @@ def test_what_cannot_be_read_is_refused_with_the_reason(
 
 
 def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
-    for name, said in (
-        (str(tmp_path / "nothing"), "no such file"),
-        (str(tmp_path), "is a directory"),
-        ("/dev/zero", "not a regular file"),
-        ("nul\x00byte", "cannot read"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            read_file(name)
+    with pytest.raises(UsageError, match="no such file"):
+        read_file(str(tmp_path / "nothing"))
+    with pytest.raises(UsageError, match="is a directory"):
+        read_file(str(tmp_path))
+    with pytest.raises(UsageError, match="not a regular file"):
+        read_file("/dev/zero")
+    with pytest.raises(UsageError, match="cannot read"):
+        read_file("nul\x00byte")
 
 
 def piped(path: Path, *pieces: bytes) -> threading.Thread:
@@ -131,12 +134,14 @@ def test_a_pipe_without_an_end_is_cut_at_the_size_limit(
 @pytest.mark.parametrize(
     ("data", "binary"),
     [
+        (b"plain text", False),
         ("wörter ".encode() * 50, False),
         (("ab" * 40 + "é").encode()[:-1], False),  # a sample that ends within a character
         (codecs.BOM_UTF16_LE + "wide".encode("utf-16-le"), False),
         (b"%PDF-1.7 " + bytes(range(32)) * 40, False),
         (b"caf\xe9, na\xefve and more of it", False),
         (bytes(range(256)) * 4, True),
+        (b"\x00" * 100, True),
         (b"\x89PNG\r\n", True),
     ],
 )

@@ -64,11 +64,15 @@ def test_a_small_run(tmp_path: Path) -> None:
     [
         ("--tasks facts,nedle", "unknown task 'nedle'"),
         ("--policy adakv,snapvk", "unknown policy 'snapvk'"),
+        ("--budget 12x", "the budget cannot be"),
+        ("--length none", "cannot read the number of tokens"),
         ("--length 3", "--length must be 64 to 1,000,000, got 3"),
         (f"--length {'9' * 5000}", "cannot read the number of tokens"),
         ("--length 199", "a document of 199 tokens is too short for the task facts"),
+        ("--length 100,1000 --tasks needle,ppl", "100 tokens is too short for the task ppl"),
         ("--tasks long --length 300", "300 tokens is too short for the task long"),
         ("--reuse recall,always", "unknown reuse 'always'"),
+        ("--reuse auto", "unknown reuse 'auto'"),
         ("--reuse ,", "--reuse names nothing"),
         ("-n 0", "-n must be at least 1"),
         ("--questions 0", "--questions must be at least 1"),
@@ -76,8 +80,11 @@ def test_a_small_run(tmp_path: Path) -> None:
         ("-o window=0", "give from 1 to 4096; the default is 32"),
         ("--decode ,", "--decode names nothing"),
         ("--policy snapkv --stride 32", "snapkv cannot read a prompt in blocks"),
+        ("--policy full --decode roco --stride 32", "full cannot read a prompt"),
         ("--budget 64,20", "budget 20 is too small for adakv with h2o"),
         ("--tasks answers", "the task answers needs records"),
+        ("LICENSE --tasks answers", "the task answers needs records"),
+        ("--tasks loss", "unknown task 'loss'"),
         ("--haystack LICENSE --tasks long", "the task long makes its own documents"),
         ("--needle a|b|c", "--needle needs a text"),
         ("--haystack LICENSE --needle a|b", "cannot read the needle"),
@@ -235,17 +242,24 @@ def test_a_record_that_is_too_long_does_not_end_a_run(
 
 def test_every_policy_with_every_decode_policy() -> None:
     wanted = choices("adakv,full,snapkv", "64,20%", "none,roco")
-    pairs = [("adakv", "none"), ("adakv", "roco"), ("full", "roco")]
-    pairs += [("snapkv", "none"), ("snapkv", "roco")]
     assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
-        (*pair, budget) for pair in pairs for budget in ("64", "20%")
+        (p, d, b)
+        for p, d in (
+            ("adakv", "none"),
+            ("adakv", "roco"),
+            ("full", "roco"),
+            ("snapkv", "none"),
+            ("snapkv", "roco"),
+        )
+        for b in ("64", "20%")
     ]
     for plain in ("auto", "none"):
         assert len(choices("full", "64", plain)) == 1
     assert len(choices("full,roco", "64", "auto", 0, 32)) == 2
     strided = choices("roco,tova", "64", "auto", 0, 32)
     assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
-        (name, name, 32) for name in ("roco", "tova")
+        ("roco", "roco", 32),
+        ("tova", "tova", 32),
     ]
     with pytest.raises(UsageError, match=r"^roco has no option 'windov'"):
         EvictionConfig.read("roco", stride=32, options={"windov": 3})
@@ -294,8 +308,12 @@ def test_nothing_is_cut_to_fit(task: str) -> None:
 def test_every_answer_must_have_room() -> None:
     """The check counts what a chat feeds, at least, whatever its answers are."""
     chat = minikv.load(policy="full")
-    questions = ("Who?", "What is it?", "Where?")
-    item = Item("The town of Velmora has a mayor.", questions, (("a",),) * 3, max_tokens=8)
+    item = Item(
+        "The town of Velmora has a mayor.",
+        ("Who?", "What is it?", "Where?"),
+        (("a",),) * 3,
+        max_tokens=8,
+    )
     one = command.Run(chat, ["followup"], [item], full())
     lengths: list[int] = []
     reset = chat.reset
@@ -336,9 +354,13 @@ def test_every_reuse_beside_the_full_cache() -> None:
         patch.setitem(passes.PASSES, "answers", replace(passes.PASSES["answers"], run=seen))
         one.measure(never)
     assert found[:5] == found[5:]
-    first = ["once", "once", "once", "blind", "once"]
-    later = ["once", "once", "refresh", "once", "recall"]
-    assert found[:5] == [[a, b, b] for a, b in zip(first, later, strict=True)]
+    assert found[:5] == [
+        ["once", "once", "once"],
+        ["once", "once", "once"],
+        ["once", "refresh", "refresh"],
+        ["blind", "once", "once"],
+        ["once", "recall", "recall"],
+    ]
     cells = one.cells()
     assert [(c.policy, c.reuse) for c in cells] == [
         ("full", "once"),

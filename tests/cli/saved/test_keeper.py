@@ -124,8 +124,11 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     say(session, "Who?")
     one.keep(session)
     path = home / str(one.name) / "chat.db"
-    modes = [stat.S_IMODE(p.stat().st_mode) for p in (home, path.parent, path)]
-    assert modes == [0o700, 0o700, 0o600]
+    assert [stat.S_IMODE(p.stat().st_mode) for p in (home, path.parent, path)] == [
+        0o700,
+        0o700,
+        0o600,
+    ]
     first = path.stat().st_mtime_ns
     one.keep(session)  # nothing changed
     assert path.stat().st_mtime_ns == first
@@ -231,8 +234,6 @@ def test_names_lists_and_the_newest(home: Path) -> None:
 def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
     session, fresh = talked(), chat()
     one = saved(session)
-    session.refresh()  # that all is to be read again is something to save
-    one.keep(session)
     with pytest.raises(UsageError, match="is open in another minikv"):
         take_up(fresh)
     assert fresh.turns == []
@@ -240,7 +241,7 @@ def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
     one.load(session, "one")  # and here it may be taken up again
     one.close()
     take_up(fresh)
-    assert (len(fresh.turns), fresh.rereads) == (2, True)
+    assert len(fresh.turns) == 2
     one.save(session)  # a keeper that was closed opens it again
     with pytest.raises(UsageError, match="is open in another minikv"):
         take_up(fresh)
@@ -356,6 +357,13 @@ def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path
     with pytest.raises(UsageError, match="the last ask does not belong to this run") as error:
         take_up(other, database.LAST)
     assert "without -c" in error.value.hint
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(talked()).close()
+    monkeypatch.setattr(minikv, "__version__", "9.9")
+    with pytest.raises(UsageError, match=r"minikv 9\.9 here, 0\.\d+\.\d+ there"):
+        take_up(chat())
 
 
 @pytest.mark.parametrize(
@@ -504,24 +512,31 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
     (sql("CREATE VIEW v AS SELECT 1"), "its tables are not"),
     (sql("CREATE TRIGGER t AFTER INSERT ON chat BEGIN DELETE FROM turn; END"), "its tables"),
     (sql("CREATE INDEX i ON turn (hex(zeroblob(9)))"), "its tables"),
+    (sql("DROP TABLE turn; CREATE VIEW turn AS SELECT * FROM document"), "its tables"),
     (sql("PRAGMA user_version = 3"), "format 3, not 2"),
+    (sql("DELETE FROM turn WHERE number = 1"), "turns or documents are missing"),
     (sql("DELETE FROM turn WHERE number = 0"), "checksum in table turn"),
     (sql("DELETE FROM document WHERE number = 2"), "turns or documents are missing"),
     (sql("DELETE FROM chat"), "damaged"),
     (sql("UPDATE document SET text = 'another'"), "checksum in table document"),
     (sql("UPDATE turn SET number = 9e18 WHERE number = 1"), "checksum in table turn"),
     (sql("UPDATE turn SET question = CAST('secret' || x'ff' AS TEXT) WHERE number = 1"), "decode"),
+    (values(1, b"bytes"), "checksum in table turn"),
     (values(1, None), "checksum in table turn"),
     (values(0, "[" * 100_000), "damaged"),
     (values(0, HUGE), "lists and objects"),
     (values(0, HUGE, "chat"), "lists and objects"),
     (values(1, b"123", "chat"), "damaged"),
     (facts(lambda f: f["identity"].update(budget="12 parsecs")), "is not a budget"),
+    (facts(lambda f: f["identity"].update(budget="1e99999999999 rows")), "is not a budget"),
     (facts(lambda f: f["identity"].update(budget="0 rows")), "is not a budget"),
+    (facts(lambda f: f.update(curve=[[1]])), "damaged"),
     (facts(lambda f: f.update(seed="x")), "damaged"),
+    (facts(lambda f: f.update(pending=[7])), "damaged"),
     (facts(lambda f: f.update(reuse="never")), "reuse 'never' is invalid"),
     (facts(lambda f: f.pop("no_cache")), "no 'no_cache'"),
     (facts(lambda f: f.update(name="a\n\nb"), "document"), "is not a name of a document"),
+    (facts(lambda f: f.update(documents=[7]), "turn"), "damaged"),
     (facts(lambda f: f["record"].pop("tokens"), "turn"), "no key record.tokens"),
     (facts(lambda f: f["record"].update(extra=1), "turn"), "extra"),
 ]
@@ -906,6 +921,16 @@ def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
     assert second.fed == first.fed
 
 
+def test_that_all_is_to_be_read_again_is_something_to_save() -> None:
+    session, again = talked(), chat()
+    one = saved(session)
+    session.refresh()
+    one.keep(session)
+    one.close()
+    take_up(again)
+    assert again.rereads
+
+
 # -- chats of earlier versions ------------------------------------------------------------------
 
 
@@ -939,8 +964,10 @@ def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     found = take_up(session)
     assert os.listdir(home / "one") == ["chat.db"]
     assert stat.S_IMODE((home / "one" / "chat.db").stat().st_mode) == 0o600
-    (now,) = listing()  # of the same time: `--resume` takes the newest
-    assert replace(now, nbytes=entry.nbytes) == entry
+    (now,) = listing()
+    assert (
+        replace(now, nbytes=entry.nbytes) == entry
+    )  # of the same time: `--resume` takes the newest
     assert [turn.question for turn in found.turns] == ["Who owns\nthe mill?", "Why?"]
     assert [document.text for document in (*found.documents, *found.pending)] == [
         "A mill stands by the river.",

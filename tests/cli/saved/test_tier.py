@@ -351,16 +351,10 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
 
 
 def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a place that is no directory."""
-    (tmp_path / "file").write_text("")
     keeper, session = start()
     session.attach(MILL)
-    with monkeypatch.context() as patch:
-        patch.setenv("MINIKV_HOME", str(tmp_path / "file"))
-        with pytest.raises(UsageError, match=r"tier=.file.. is not possible"):
-            list(session.ask("Who?"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(UsageError, match=r"tier=.file.. is not possible: .*No space left"):
@@ -395,6 +389,17 @@ def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
     again = resumed(keeper.name)[1]  # what was written before is still good
     say(again, "Then?")
     assert again.reports[-1].reuse == "recall"
+
+
+def test_a_directory_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
+    _, session = start()
+    session.attach(MILL)
+    with pytest.raises(UsageError, match=r"tier=.file.. is not possible"):
+        list(session.ask("Who?"))
 
 
 # -- a chat that is not saved ---------------------------------------------------------------------

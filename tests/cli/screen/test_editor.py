@@ -186,8 +186,16 @@ def test_ctrl_j_typed_during_an_answer_is_a_new_line(start: Start) -> None:
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_typed_while_the_program_starts_are_sent(kind: str) -> None:
     """Before minikv has the terminal, an Enter arrives as Ctrl-J."""
-    slow = f"print('starts', flush=True)\nimport time; time.sleep(1)\n{LOOP}"
-    terminal = Terminals([sys.executable, "-c", slow, "", "0"], {"TERM": kind})
+    terminal = Terminals(
+        [
+            sys.executable,
+            "-c",
+            f"print('starts', flush=True)\nimport time; time.sleep(1)\n{LOOP}",
+            "",
+            "0",
+        ],
+        {"TERM": kind},
+    )
     try:
         terminal.until("starts")
         terminal.type("one\rtwo\rthr")
@@ -369,10 +377,13 @@ def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
+        ("x", "x"),
         ('"""\na\n\nb\n"""', "a\n\nb"),
         ('"""a"""', "a"),
+        ('"""//x"""', "///x"),
         ('""" /x"""', " //x"),  # what is sent is " /x"
         ('say """x"""', 'say """x"""'),
+        ('a """', 'a """'),
         ('""""""', ""),
         ('"""a', None),
         ('"""', None),

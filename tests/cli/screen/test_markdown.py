@@ -141,16 +141,6 @@ def test_what_a_terminal_shows_of_a_source(source: str, shown: str) -> None:
     assert show(source).text() == shown
 
 
-PYTHON = '''```python
-@cached
-def area(r: float) -> float:  # a note
-    """Long
-    text"""
-    return 3.14 * r if r else "none"
-```
-'''
-
-
 @pytest.mark.parametrize(
     ("source", "word", "look"),
     [
@@ -163,12 +153,6 @@ def area(r: float) -> float:  # a note
         ("~~gone~~ now", "gone", {"strikethrough": True}),
         ("[here](http://a.b)", "here", {"underscore": True}),
         ("| name |\n|---|\n| x |\n", "name", {"bold": True}),
-        (PYTHON, "def", {"fg": "magenta"}),
-        (PYTHON, "area", {"bold": True}),
-        (PYTHON, "Long", {"fg": "green"}),
-        (PYTHON, "text", {"fg": "green"}),
-        (PYTHON, "3.14", {"fg": "cyan"}),
-        (PYTHON, "float", {"fg": "cyan"}),
     ],
 )
 def test_the_styles_of_words(source: str, word: str, look: dict[str, object]) -> None:
@@ -245,6 +229,34 @@ def test_code_is_written_line_by_line_exactly(fence: str) -> None:
     assert out.count("return") == 1
     assert out.endswith("\x1b[1mafter\x1b[0m\n")
     assert show(source).text().split() == source.replace("**after**", "after").split()
+
+
+PYTHON = '''```python
+@cached
+def area(r: float) -> float:  # a note
+    """Long
+    text"""
+    return 3.14 * r if r else "none"
+```
+'''
+
+
+@pytest.mark.parametrize(
+    ("word", "look"),
+    [
+        ("def", {"fg": "magenta"}),
+        ("area", {"bold": True}),
+        ("Long", {"fg": "green"}),
+        ("text", {"fg": "green"}),
+        ('"none"', {"fg": "green"}),
+        ("3.14", {"fg": "cyan"}),
+        ("float", {"fg": "cyan"}),
+    ],
+)
+def test_code_gets_colours_line_by_line(word: str, look: dict[str, object]) -> None:
+    window = show(PYTHON)
+    assert window.text() == PYTHON.rstrip("\n")
+    assert window.styles(word).items() >= look.items()
 
 
 @pytest.mark.parametrize("language", ["", "nonsense", "text", "{", "mermaid"])

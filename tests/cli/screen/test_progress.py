@@ -97,21 +97,33 @@ def drawn(
     return screen.frames[-1]
 
 
-BYTES = {"total": 15 << 30, "rate": 2.0 * 2**30, "unit": "B"}
-
-
 @pytest.mark.parametrize(
     ("columns", "done", "given", "pattern"),
     [
         # What does not fit is left out, the rate first.
-        (80, 90_608, {}, "reading  ━{16} {9}  90,608/140,091 tok  9,420 tok/s  5.3 s left"),
+        (
+            80,
+            90_608,
+            {},
+            rf"reading  {'━' * 16} {{9}}  90,608/140,091 tok  9,420 tok/s  5.3 s left",
+        ),
         (62, 90_608, {}, "reading  ━━━━╸    90,608/140,091 tok  9,420 tok/s  5.3 s left"),
         (60, 90_608, {}, "reading  ━━━━━━━━━━━╸        90,608/140,091 tok  5.3 s left"),
         (40, 90_608, {}, "reading  ━━━━━━      90,608/140,091 tok"),
         (31, 90_608, {}, "reading  90,608/140,091 tok"),
         # Labels are text, bytes have the unit of the total, and no rate leaves no time.
-        (80, 1, {"total": 9, "rate": 0, "label": "[bold]:x: {x}"}, r"\[bold\]:x: \{x\}  ━.*"),
-        (80, 9 << 30, BYTES, ".* 9.0/15.0 GiB  2.0 GiB/s  3.0 s left"),
+        (
+            80,
+            1,
+            {"total": 9, "rate": 0, "label": "[bold]:smile: {x}"},
+            r"\[bold\]:smile: \{x\}  ━.*",
+        ),
+        (
+            80,
+            9 << 30,
+            {"total": 15 << 30, "rate": 2.0 * 2**30, "unit": "B"},
+            ".* 9.0/15.0 GiB  2.0 GiB/s  3.0 s left",
+        ),
         (60, 0, {"total": 100, "rate": 0}, "reading  +0/100 tok"),
         (60, 5, {"total": 0, "rate": 0}, ".* 5/0 tok"),
         # The bar is full only at the end.
@@ -136,12 +148,30 @@ def test_no_line_is_wider_than_its_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_durations() -> None:
-    texts = {0.04: "0.0 s", 9.94: "9.9 s", 9.96: "10 s", 59.4: "59 s", 59.6: "1 min 00 s"}
-    texts |= {200: "3 min 20 s", 3599.7: "1 h 00 min", 3900: "1 h 05 min", 1e9: "a long time"}
+    texts = {
+        0.04: "0.0 s",
+        9.94: "9.9 s",
+        9.96: "10 s",
+        59.4: "59 s",
+        59.6: "1 min 00 s",
+        200: "3 min 20 s",
+        3599.7: "1 h 00 min",
+        3900: "1 h 05 min",
+        1e9: "a long time",
+    }
     assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 # -- drawing --------------------------------------------------------------------------------
+
+
+def test_at_most_ten_frames_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, clock = Screen(), Clock()
+    live = Live(terminal(monkeypatch, screen, clock=clock), "reading")
+    for n in range(1000):
+        clock.now += 0.003
+        live(n, 1000)
+    assert 28 <= len(screen.frames) <= 31  # three seconds
 
 
 def test_the_rate_is_that_of_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,6 +224,14 @@ def test_a_file_is_told_before_a_long_reading(
     assert screen.text.splitlines() == lines
 
 
+def test_an_ascii_terminal_gets_an_ascii_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, clock = Screen("ascii"), Clock()
+    live = Live(terminal(monkeypatch, screen, clock=clock), "reading")
+    live(55, 101)
+    assert "\\u" not in screen.text
+    assert "reading  -----" in screen.text
+
+
 # -- loading --------------------------------------------------------------------------------
 
 
@@ -209,6 +247,17 @@ def test_weights_are_reported_byte_by_byte_of_the_files(tmp_path: Path) -> None:
     assert told[-1] == (total, total)
     assert [done for done, _ in told] == sorted({done for done, _ in told})
     assert len(told) > 5
+
+
+def test_ctrl_c_stops_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.write(tmp_path)
+    screen = Screen()
+    loading = Loading(terminal(monkeypatch, screen))
+    loading.cancel()
+    with pytest.raises(Interrupted, match=r"stopped at 0.0/.* of the weights$"):
+        load_network(
+            Checkpoint.open(tmp_path), ModelConfig.from_folder(tmp_path), progress=loading.weights
+        )
 
 
 COMPILES = "compiling the C kernels, once on this machine: ten seconds to half a minute"

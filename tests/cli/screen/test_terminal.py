@@ -61,6 +61,13 @@ def _use(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO) ->
     return out, err
 
 
+def test_thoughts_are_dimmed_and_cleaned(screens: Use) -> None:
+    out, err = screens()
+    Terminal().think("so\x1b[31m it is")
+    assert err.getvalue() == "\x1b[2mso[31m it is\x1b[0m"
+    assert out.getvalue() == ""
+
+
 # -- characters -----------------------------------------------------------------------------------
 
 
@@ -101,6 +108,12 @@ def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
         assert raw.getvalue() == b"|\\xe9\n"
 
 
+def test_a_stream_without_an_encoding_takes_everything(streams: Use) -> None:
+    streams()  # io.StringIO has none
+    made = Terminal()
+    assert made.writable("é│\x07") == "é│"
+
+
 # -- what goes where ------------------------------------------------------------------------------
 
 
@@ -120,14 +133,11 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
     made.fail("wrong again")
     made.page(["line 1", "line 2"])
     made.status("no terminal, no live line")
-    made.frame(lambda: pytest.fail("nobody sees it"))
     assert out.getvalue() == "one[1m\n\ntwo\n{}\n"
     assert err.getvalue() == (
         "a note\n! a warning[2J\nerror: wrong\n  do this\nerror: wrong again\nline 1\nline 2\n"
     )
     assert not made.copy("no clipboard")
-    assert made.writable("é│\x07") == "é│"  # a stream without an encoding takes everything
-    assert made.screen.rows == 0
 
 
 def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
@@ -135,11 +145,9 @@ def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     out, err = screens()
     made = Terminal()
     assert (made.live, made.colour, made.plain) == (True, True, False)
-    assert (made.screen.width, made.screen.rows > 0, made.screen.colour) == (40, True, True)
     line = ("reading [5m" + "é" * 60)[:39]
     for act, written in (
         (lambda: made.say("bad", "bad"), "\x1b[31mbad\x1b[0m\n"),
-        (lambda: made.think("so\x1b[31m it is"), "\x1b[2mso[31m it is\x1b[0m"),
         (lambda: made.data("a table"), ""),
         (lambda: made.answer("a word"), ""),
         (made.end_answer, ""),
@@ -190,6 +198,19 @@ def test_what_a_terminal_may_be_shown(
     assert Terminal().plain  # nobody says what the terminal can do
 
 
+@pytest.mark.parametrize("colour", [True, False])
+def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
+    screens: Use, monkeypatch: pytest.MonkeyPatch, colour: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
+    out, _ = screens()
+    made = Terminal()
+    with made.answering():
+        made.answer("a `word`\n\n")
+        made.end_answer()
+    assert ("\x1b[36mword" in out.getvalue()) == colour
+
+
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     out, _ = screens()
     made = Terminal()
@@ -235,19 +256,24 @@ def test_messages_that_nobody_takes_cost_no_answer(
         assert not os.path.samestat(os.fstat(out.fileno()), null)
 
 
-def test_an_answer_that_nobody_takes_is_an_error_and_a_message_is_none(streams: Use) -> None:
-    out, _ = streams()
-    made, full = Terminal(), Broken(OSError(errno.ENOSPC, "No space left on device"))
-    made.err = full
-    made.say("a message")
-    made.answer("the answer")
-    assert out.getvalue() == "the answer"
+def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
+    streams()
+    made = Terminal()
     made.out = Broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     with pytest.raises(BrokenPipeError):
         made.answer("x")
-    made.out = full
+    made.out = Broken(OSError(errno.ENOSPC, "No space left on device"))
     with pytest.raises(OutputError, match="cannot write the output: No space left on device"):
         made.data("x")
+
+
+def test_messages_that_a_full_disk_refuses_cost_no_answer(streams: Use) -> None:
+    out, _ = streams()
+    made = Terminal()
+    made.err = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    made.say("a message")
+    made.answer("the answer")
+    assert out.getvalue() == "the answer"
 
 
 def test_quiet_silences_notes_and_no_errors(streams: Use) -> None:
@@ -407,6 +433,12 @@ def test_of_many_frames_ten_a_second_are_drawn(screens: Use) -> None:
     assert err.getvalue().endswith("frame 48")
 
 
+def test_where_there_is_no_terminal_no_frame_is_made(streams: Use) -> None:
+    _, err = streams()
+    Terminal().frame(lambda: pytest.fail("nobody sees it"))
+    assert err.getvalue() == ""
+
+
 class Keys:
     """In place of a `Keyboard`: what is done with it."""
 
@@ -448,3 +480,11 @@ def test_a_remedy_is_told_as_it_is_typed(streams: Use, text: str, shown: str, ty
     assert made.words(text) == shown
     made.chat = True
     assert made.words(text) == typed
+
+
+def test_the_screen_is_what_stderr_can_show(streams: Use, screens: Use) -> None:
+    streams()
+    assert Terminal().screen.rows == 0
+    screens()
+    shown = Terminal().screen
+    assert (shown.width, shown.rows > 0, shown.colour) == (40, True, True)

@@ -80,6 +80,15 @@ def test_what_people_use_is_in_the_first_tier(path: tuple[str, ...]) -> None:
         assert flag in rows(shown(*path, "--help-all"))
 
 
+def test_what_json_prints_is_said() -> None:
+    said = {
+        "plan": "the forecast as one JSON object",
+        "ask": "the answer and the figures of the turn",
+    }
+    for command, words in said.items():
+        assert words in re.sub(r"[\s│]+", " ", shown(command, "--help"))
+
+
 def test_a_flag_of_the_second_tier_works_and_is_completed() -> None:
     """Completion offers no hidden flags, so none is hidden from it."""
     said = invoke("plan", "--stride", "x")

@@ -82,14 +82,18 @@ def called(made: Config, *arguments: str) -> Result:
     ("key", "text", "toml", "value"),
     [
         ("temperature", "0.5", "0.5", 0.5),
+        ("temperature", "1", "1", 1.0),
         ("temperature", "auto", "'auto'", "auto"),
         ("top_k", "40", "40", 40),
         ("offline", "yes", "true", True),
         ("quiet", "0", "false", False),
+        ("model", "a/b", "'a/b'", "a/b"),
         ("budget", "20%", "'20%'", "20%"),
         ("budget", "512", "512", "512"),
+        ("dtype", "bfloat16", "'bfloat16'", "bfloat16"),
         ("policy", "snapkv", "'snapkv'", "snapkv"),
         ("seed", "-3", "-3", -3),
+        ("tier", "ram", "'ram'", "ram"),
         ("stop", r"\nQ: ", r"""["\nQ: "]""", ("\nQ: ",)),
         ("stop", "a", "'a'", ("a",)),
     ],
@@ -154,14 +158,18 @@ def vars_of(settings: Any) -> dict[str, Any]:
         ("temperature", "-1", "must be between 0 and 100, got -1"),
         ("temperature", "nan", "must be between 0 and 100, got nan"),
         ("temperature", "hot", "must be a number or auto, got 'hot'"),
+        ("top_p", "1.5", "must be between 0 and 1, got 1.5"),
         ("max_tokens", "0", "must be at least 1, got 0"),
         ("threads", "9999", "must be between 0 and 4,096, got 9999"),
         ("stride", "512", "must be between 0 and 256, got 512"),
+        ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, got 'int3'"),
         ("kv", "int4", "must be one of auto, int8, got 'int4'"),
+        ("fidelity", "some", "must be one of on, off, got 'some'"),
         ("quiet", "maybe", "must be true or false, got 'maybe'"),
         ("budget", "abc", "the budget cannot be 'abc'"),
         ("policy", "nope", "unknown policy 'nope'"),
         ("decode", "snapkv", "snapkv works only as --policy"),
+        ("device", "gpu", "unknown device 'gpu'"),
         ("remember", "much", "'much' is neither off nor a size"),
         ("seed", "9" * 30, "is too large a number"),
     ],
@@ -231,12 +239,16 @@ def test_what_is_gone_is_refused_with_what_to_use(
     ("local", "message", "hint"),
     [
         ("temprature = 1", "./minikv.toml: unknown key 'temprature'", "did you mean temperature?"),
+        ("colour = 1", "unknown key 'colour'", "minikv config init"),
         ("top_k = true", "top_k must be a whole number, got True", ""),
         ("temperature = '1'", "temperature must be a number or auto, got '1'", ""),
+        ("budget = 1.5", "budget must be a text", ""),
+        ("quiet = 1", "quiet must be true or false", ""),
         ("model = ['a']", "model must be a text", ""),
         ("stop = ['a', 1]", "stop must be a list of texts", ""),
         ("stop = ['a', '']", "stop must not have an empty text", ""),
         ("a = = 1", "./minikv.toml is not valid TOML", "for example"),
+        ("seed = 1\nseed = 2", "is not valid TOML", ""),
         ("seed = " + "9" * 5000, "is not valid TOML", ""),
         ("budget = 0x" + "f" * 9000, "budget is too large a number", ""),
         ("temperature = " + "9" * 400, "temperature is too large a number", ""),
@@ -297,8 +309,10 @@ def test_python_has_the_defaults_of_the_flags() -> None:
     "wrong",
     [
         {"policy": "adkv"},
+        {"policy": "roco"},
         {"policy": "h2o+snapkv"},
         {"decode": "adakv"},
+        {"budget": "few"},
         {"stride": 3, "policy": "roco"},
         {"options": {"windw": 3}},
     ],
@@ -424,14 +438,18 @@ def row(text: str, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [
+        ("temperature", "0.7", "0.7"),
         ("temperature", "auto", "auto"),
         ("temp", "0.25", "0.25"),
         ("top-k", "40", "40"),
         ("--max-tokens", "99", "99"),
         ("seed", "5", "5"),
+        ("budget", "20%", "20%"),
         ("policy", "snapkv", "snapkv"),
+        ("decode", "none", "none"),
         ("stop", "Q:", '["Q:"]'),
         ("stop", r"\n", r'["\n"]'),
+        ("fidelity", "off", "off"),
         ("check", "on", "on"),
     ],
 )
@@ -462,8 +480,15 @@ def test_set_lists_every_value_and_where_it_came_from(context: Context) -> None:
 
 
 def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None:
-    lines = ["temperature 0.5", "top_k 3", "max_tokens 4", "fidelity off", r"stop a \n"]
-    for line in (*lines, "policy random", "seed 11"):
+    for line in (
+        "temperature 0.5",
+        "top_k 3",
+        "max_tokens 4",
+        "fidelity off",
+        r"stop a \n",
+        "policy random",
+        "seed 11",
+    ):
         do(context, "set", *line.split())
     session, eviction = context.session, context.session.eviction
     assert context.generation == Generation(4, 0.5, 3, stop=("a", "\n"))

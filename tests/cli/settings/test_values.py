@@ -19,9 +19,11 @@ from minikv.chat.session import ChatSession
 from minikv.cli.chat import slash_commands
 from minikv.cli.chat.command import _help
 from minikv.cli.chat.slash import Command
+from minikv.cli.failures import explain
 from minikv.cli.paths import chats_folder
 from minikv.cli.screen.editor import Commands
 from minikv.cli.settings.config import SETTINGS, worded
+from minikv.errors import UsageError
 from minikv.policies import prompt_names, step_names
 
 Offers = Callable[[str], list[str]]
@@ -175,3 +177,17 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
 )
 def test_python_becomes_flags_and_commands(text: str, shown: str) -> None:
     assert worded(text) == shown
+
+
+def test_errors_and_hints_are_reworded() -> None:
+    error = UsageError("`top_p` is wrong", 'use `device="cpu"`; `policy` takes: h2o')
+    made = explain(error)
+    assert (made.message, made.hint) == (
+        "--top-p is wrong",
+        "use --device cpu; --policy takes: h2o",
+    )
+    made = explain(error, chat=True)
+    assert (made.message, made.hint) == (
+        "/set top_p is wrong",
+        "use --device cpu; /policy takes: h2o",
+    )
