@@ -4,6 +4,7 @@ policy's own `update` and `score`, and `kernels.lowest`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +19,27 @@ from minikv.policies.hashevict import HashEvict, codes
 from minikv.policies.roco import RoCo
 
 _OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenH2O(H2O):
+    """Any number of protected rows, and `given` newest rows of each head [F], whatever the cap."""
+
+    recent: int
+    given: Tensor = field(compare=False)
+
+    def quota(self, cap: Tensor) -> Tensor:
+        return self.given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenRoCo(RoCo):
+    """`given` rows of each head [F] may leave, whatever the cap."""
+
+    given: Tensor = field(compare=False)
+
+    def quota(self, cap: Tensor) -> Tensor:
+        return self.given
 
 
 def _view(
@@ -70,23 +92,37 @@ def end_of_step(
     lowest(policy.worth(view), view.pos, start, over, free)
 
 
-def _step(kind: type[StepPolicy], **options: Any) -> Callable[..., None]:
-    """Of this policy, where `quota` heads [L, H] are given in place of what follows from caps."""
+def h2o_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    free_slot: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
+) -> None:
+    given = quota.flatten()
+    policy = GivenH2O(recent_share=0.5, sinks=rows.sinks, recent=rows.recent, given=given)
+    end_of_step(policy, logits, lse, rows, free_slot, columns)
 
-    def step(
-        logits: Tensor,
-        lse: Tensor,
-        rows: Rows,
-        free_slot: Tensor,
-        columns: Sequence[Tensor],
-        quota: Tensor,
-    ) -> None:
-        given = type("Given", (kind,), {"quota": lambda policy, cap: quota.flatten()})
-        policy = given(sinks=rows.sinks, **options)
-        object.__setattr__(policy, "recent", rows.recent)
-        end_of_step(policy, logits, lse, rows, free_slot, columns)
 
-    return step
+def roco_step(
+    logits: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    free_slot: Tensor,
+    columns: Sequence[Tensor],
+    quota: Tensor,
+) -> None:
+    policy = GivenRoCo(
+        sinks=rows.sinks,
+        recent=rows.recent,
+        scope=0.3,
+        scope_prompt=0.1,
+        pool=1,
+        lead=1.0,
+        given=quota.flatten(),
+    )
+    end_of_step(policy, logits, lse, rows, free_slot, columns)
 
 
 def hash_append(rule: HashRule, new: NewRow) -> bool:
@@ -114,8 +150,5 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
     return True
 
 
-EVICT: Mapping[str, Callable[..., None]] = {
-    "h2o": _step(H2O, recent_share=0.5),
-    "roco": _step(RoCo, recent=1, scope=0.3, scope_prompt=0.1, pool=1, lead=1.0),
-}
+EVICT: Mapping[str, Callable[..., None]] = {"h2o": h2o_step, "roco": roco_step}
 APPEND_EVICT: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append}

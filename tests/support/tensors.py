@@ -4,13 +4,9 @@ numbers, so that what is read or written beside them is noticed."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-Found = TypeVar("Found")
 
 EDGE = 16 * 64  # numbers on each side; tensors begin at 16 bytes
 
@@ -47,18 +43,6 @@ def guarded(t: Tensor, device: str = "cpu") -> Tensor:
     """A contiguous copy on the device between absurd numbers."""
     memory = torch.full((t.numel() + 2 * EDGE,), absurd(t.dtype), dtype=t.dtype, device=device)
     return memory[EDGE : EDGE + t.numel()].view(t.shape).copy_(t)
-
-
-def threaded(act: Callable[[], Found], *counts: int) -> list[Found]:
-    """What `act` returns with so many threads of torch."""
-    before, found = torch.get_num_threads(), []
-    try:
-        for count in counts:
-            torch.set_num_threads(count)
-            found.append(act())
-    finally:
-        torch.set_num_threads(before)
-    return found
 
 
 def untouched(t: Tensor) -> bool:

@@ -347,3 +347,23 @@ def test_queries_and_keys_that_must_be_rotated_first(more: str) -> None:
     for seed in range(4):
         case = drawn(seed, torch.float32, 15, exact=False, sizes=(16, 80), more=more, turned=True)
         check(kernel("append.hash_gpu").hash_append, case, place, 1e-5, block=16)
+
+
+@on_device
+@pytest.mark.parametrize(("unlike", "left"), [(2, 3), (3, 3), (7, 7), (8, 3)])
+def test_the_ends_that_hashevict_keeps_by_hand(unlike: int, left: int) -> None:
+    """Of rows 0 to 9 the first three and the last two stay; the other rows are like the query."""
+    pos = torch.tensor([4, 9, 1, 7, 3, 0, 8, 2, 6, 5], dtype=torch.int32)
+    held = {"k": torch.zeros(10, 64), "v": torch.zeros(10, 64), "pos": pos}
+    held["code"] = torch.where(pos == unlike, 0, 255)
+    columns = {name: place(column) for name, column in held.items()}
+    one, ten = torch.ones(1, 1, 64), torch.tensor([10])
+    free_slot = place(torch.tensor([-1]))
+    given = (place(t) for t in (one, one[0], one[0], ten - 10, ten, ten))
+    matrix = place(torch.ones(64, 8))
+    rule = HashEvict(sinks=3, recent=2, bits=8, hash_with="query", seed=0, matrices={LAYER: matrix})
+    new = NewRow(LAYER, *given, free_slot, place(ten[0]), columns, 10, 0, columns["pos"])
+    assert kernel("append.hash_gpu").hash_append(rule, new, block=16)
+    assert pos[int(free_slot)] == left
+    assert int(columns["pos"][int(free_slot)]) == 10
+    assert int(columns["code"][int(free_slot)]) == 255

@@ -12,10 +12,11 @@ import pytest
 import step_oracle
 import torch
 from forms import Form, forms, needs_c
-from tensors import guarded, threaded, untouched
+from tensors import guarded, segments, untouched
 from torch import Tensor
+from triton_device import close
 
-from minikv.kernels import Rows
+from minikv.kernels import Rows, lowest
 from minikv.kernels.evict import cpu as native
 from minikv.kernels.evict.cpu import evict
 
@@ -189,6 +190,30 @@ def test_statistics_and_victims(form: Form, policy: str) -> None:
         check(policy, step, smooth(policy, seed, most), form.place, **more)
 
 
+@every
+@pytest.mark.parametrize(
+    ("missing", "lowest", "left"),
+    [(99, 6, 6), (99, 7, 3), (8, 7, 3), (8, 6, 3), (8, 5, 5), (1, 7, 3), (1, 6, 6)],
+)
+def test_the_newest_rows_of_h2o_by_hand(form: Form, missing: int, lowest: int, left: int) -> None:
+    """The four newest of rows 0 to 10 stay: 7 to 10, or 6 to 10 without 8; row 3 is the next."""
+    held = [i for i in (3, 0, 9, 5, 1, 8, 10, 2, 7, 4, 6) if i != missing]
+    given = torch.tensor([0.01 if i == lowest else 0.02 if i == 3 else 0.1 for i in held])
+    start, length, count = segments([len(held)])
+    pos = torch.zeros(count, dtype=torch.int32)
+    begin = int(start)
+    pos[begin : begin + len(held)] = torch.tensor(held, dtype=torch.int32)
+    tables = (start[None], length[None], length[None] - 1, pos, torch.tensor(10))
+    rows = Rows(*map(form.place, tables), 0, 1, 0)
+    free_slot, sums = form.place(torch.zeros((1, 1), dtype=torch.int64)), torch.zeros(count)
+    sums = form.place(sums)
+    logits, lse = form.place(given.log().view(1, 1, 1, -1)), form.place(torch.zeros(1, 1, 1))
+    quota = form.place(torch.tensor([[4]]))
+    form.find()["h2o"](logits, lse, rows, free_slot, [sums], quota)  # type: ignore[index]
+    assert held[int(free_slot) - begin] == left
+    close(sums[begin : begin + len(held)], given)
+
+
 SHAPES = [(1, 1), (6, 17), (5, 70), (3, 300)]
 """Heads and rows."""
 
@@ -253,6 +278,13 @@ def test_the_lowest_score_leaves(form: Form, shape: tuple[int, int]) -> None:
         assert torch.equal(outcome(form, case, form.place, **more), leaving(case)), seed
 
 
+def test_the_lowest_score_by_hand() -> None:
+    """Two rows have the lowest score; the older of them is the last one."""
+    scores, pos = torch.tensor([[3.0, -1.0, torch.inf, -1.0]]), torch.tensor([[9, 7, -1, 3]])
+    case = Scored(scores, pos, torch.tensor([20]), torch.tensor([True]))
+    assert outcome(lowest, case, guarded).tolist() == [23]
+
+
 @needs_c
 def test_variances_next_to_each_other_by_hand() -> None:
     """Of the positions 0 to 2 those vary least that got 1/2; the lowest mean varies by a bit more,
@@ -279,12 +311,17 @@ def test_many_rows_on_several_threads(policy: str) -> None:
     """Enough of them that more than one thread computes, and in two calls at once."""
     case = drawn(policy, 4, exact=True, sides=(4, 4, 4, 4200))
     full = replace(case, rows=replace(case.rows, cap=case.rows.length - 1))
+    threads = torch.get_num_threads()
 
     def once(_: int) -> None:
-        threaded(lambda: check(policy, evict[policy], full, guarded), 2)
+        torch.set_num_threads(2)
+        check(policy, evict[policy], full, guarded)
 
-    with ThreadPoolExecutor(2) as pool:
-        threaded(lambda: list(pool.map(once, range(4))), 2)
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(once, range(4)))
+    finally:
+        torch.set_num_threads(threads)
 
 
 @needs_c

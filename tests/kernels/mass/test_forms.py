@@ -4,12 +4,13 @@ full of NaN."""
 from __future__ import annotations
 
 import math
-import random
 from typing import Any
 
 import pytest
 import torch
 from forms import Form, each, forms, needs_c
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prompts import observed, weights
 from tensors import untouched
 from torch import Tensor
@@ -117,11 +118,6 @@ SIZES = [
     (2, 5, 16, 3, 30, 11),
     (3, 2, 8, 150, 700, 1600),
 ]
-DICE = random.Random(1)
-for _ in range(12):  # more of them, for C
-    rows = DICE.randint(1, 40)
-    sides = (DICE.randint(1, most) for most in (4, 5, 64))
-    SIZES.append((*sides, rows, DICE.randint(1, 130), rows + DICE.randint(0, 130)))
 KINDS = [
     # window, dtype, first part by a list
     (None, torch.float32, False),
@@ -134,10 +130,10 @@ KINDS = [
 
 
 def takes(form: Form, case: tuple[int, int]) -> bool:
-    """Triton takes each of the first sizes in one kind, C and torch in every kind."""
+    """Triton takes each size in one kind, C and torch in every kind."""
     size, kind = case
     if form.by == "triton":
-        return kind == size % len(KINDS) and SIZES[size][2] >= 16 and size < 8
+        return kind == size % len(KINDS) and SIZES[size][2] >= 16
     return KINDS[kind][1] != torch.float16 and (form.by == "c" or KINDS[kind][1] == torch.float32)
 
 
@@ -156,6 +152,35 @@ def test_odd_sizes(name: str, form: Form, case: tuple[int, int]) -> None:
     window, dtype, listed = KINDS[case[1]]
     scene = Scene(*SIZES[case[0]], window, dtype, listed=listed)
     scene.check(form, name, scaled=bool(case[0] % 2))
+
+
+@needs_c
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.integers(1, 4),
+    group=st.integers(1, 5),
+    size=st.integers(1, 64),
+    rows=st.integers(1, 40),
+    old=st.integers(1, 130),
+    more=st.integers(0, 130),
+    window=st.none() | st.integers(1, 200),
+    listed=st.booleans(),
+    scaled=st.booleans(),
+)
+def test_any_size_in_c(
+    heads: int,
+    group: int,
+    size: int,
+    rows: int,
+    old: int,
+    more: int,
+    window: int | None,
+    listed: bool,
+    scaled: bool,
+) -> None:
+    scene = Scene(heads, group, size, rows, old, rows + more, window, listed=listed, seed=1)
+    for name in NAMES:
+        scene.check(Form("c", lambda name=name: getattr(native, name)), name, scaled)
 
 
 @pytest.mark.parametrize("form", forms("add_attention_mass"))

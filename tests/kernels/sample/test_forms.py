@@ -111,9 +111,17 @@ SHARES = torch.tensor([0.15, 0.6, 0.05, 0.2]).log()
 
 @pytest.mark.parametrize("form", forms("drawn"))
 @pytest.mark.parametrize(
+    ("point", "token"),
+    [(0.0, 1), (0.59, 1), (0.61, 3), (0.79, 3), (0.81, 0), (0.94, 0), (0.96, 2), (LAST, 2)],
+)
+def test_the_token_at_a_point(form: Form, point: float, token: int) -> None:
+    assert Draw(SHARES, point=point).by(form) == token
+
+
+@pytest.mark.parametrize("form", forms("drawn"))
+@pytest.mark.parametrize(
     ("how", "last", "kept"),
     [
-        ({}, 2, 1.0),
         ({"top_k": 1}, 1, 0.6),
         ({"top_k": 3}, 0, 0.95),
         ({"top_k": 4}, 2, 1.0),
