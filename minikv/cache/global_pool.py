@@ -131,7 +131,7 @@ class GlobalPool:
         for column in target.columns.values():
             wide, most = column.view(len(column), -1), max(1, AT_ONCE // len(column))
             for part in torch.split(wide, most, 1):
-                part.copy_(part[source])
+                part.copy_(part.index_select(0, source))
         share = torch.zeros(layers + 1, device=held.device)
         share.scatter_add_(0, owner // heads, self._share[:size])
         target.start.copy_(start.view(layers, heads))
