@@ -81,7 +81,9 @@ def serve(
     host: Annotated[
         str, flag("--host", "the address to listen at; another than this machine's needs a key")
     ] = "127.0.0.1",
-    port: Annotated[int, flag("--port", "the port; 0: any free one", min=0, max=65535)] = 8080,
+    port: Annotated[
+        int, flag("--port", "the port; 0: any free one", min=0, max=65535, metavar="N")
+    ] = 8080,
     key: Annotated[
         str,
         flag(
@@ -97,6 +99,7 @@ def serve(
             "--queue",
             "how many requests may wait while one is answered",
             min=0,
+            metavar="N",
             panel=ADVANCED,
         ),
     ] = 8,

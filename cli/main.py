@@ -122,7 +122,7 @@ def run() -> None:
         code = app(args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:
         command = " ".join(["minikv", *_command_words(sys.argv[1:])])
-        message = _told(error.format_message())
+        message = _told(error.format_message()).replace(": Value error, ", ": ")
         if message:  # a command without a subcommand has shown its help
             Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code

@@ -12,7 +12,7 @@ from minikv.cache.budget import Budget
 from minikv.chat.report import amount, size
 from minikv.checks import quoted
 from minikv.cli.forecast import Forecast, Planner, Suggestion
-from minikv.cli.screen.text import clean
+from minikv.cli.screen.text import clean, grid
 from minikv.cli.settings.config import Interface, worded
 from minikv.cli.settings.flags import MODEL, Call, Only, alone, flag, json_flag, list_of, read_count
 from minikv.errors import UsageError
@@ -195,17 +195,16 @@ def _table(made: Forecast) -> list[str]:
     # If --budget auto evicts nothing, every policy is like full.
     rows = [row for row in made.rows if row.error or row.rows or row.policy == "full"]
     rows = rows or list(made.rows[:1])
-    wide = max([len("POLICY"), *(len(row.label) for row in rows)])
-    lines = [f"{'POLICY':<{wide}}  {'KV READING':>11}  {'KV WRITING':>11}  {'NEEDS':>11}  FITS"]
+    table, wrong = [("POLICY", "READING", "WRITING", "NEEDS", "FITS")], []
     for row in rows:
         known = "unknown" if row.fits is None else "yes" if row.fits else "no"
         fits = known if made.suffices else "no, context"
-        reading, writing, needs = size(row.reading), size(row.writing), size(row.needs)
         if row.error:
-            lines.append(f"{row.label}: {row.error}")
+            wrong.append(f"{row.label}: {row.error}")
         else:
-            lines.append(f"{row.label:<{wide}}  {reading:>11}  {writing:>11}  {needs:>11}  {fits}")
-    return lines
+            sizes = size(row.reading), size(row.writing), size(row.needs)
+            table.append((row.label, *sizes, fits))
+    return [*grid(table, "<>>><").split("\n"), *wrong]
 
 
 def _kept(form: str) -> str:

@@ -68,8 +68,12 @@ class Build:
     def reads(self) -> Mapping[str, int]:
         """The pointers of `WIDE` that it has, and the bytes of a load."""
         there = [n for n in WIDE.get(self.kernel, ()) if self.signature[n] != "constexpr"]
-        # Triton reads values in int8 only 8 bytes at a time here.
-        return {n: 8 if n == "v" and self.signature[n] == "*i8" else 16 for n in there}
+        wide = dict.fromkeys(there, 16)
+        if "v" in wide and self.signature["v"] == "*i8":
+            wide["v"] = 8  # as Triton reads values in int8 here
+        if self.kernel == "split" and self.signature["q"] == "*fp16":
+            wide["q"] = 8  # 16 queries of 64 numbers are 8 bytes for each thread of 8 warps
+        return wide
 
 
 @contextmanager
