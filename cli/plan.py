@@ -125,7 +125,7 @@ def shown(made: Sequence[Forecast], suggestions: Sequence[Suggestion], *, whole:
     least, most = size(one.workspace), size(made[-1].workspace)
     space = f"about {least}" if least == most else f"about {least} to {most}"
     foot = (
-        "READING: the most at once while the prompt is read. WRITING: the pool while the answer "
+        "READING: the most KV at once while the prompt is read. WRITING: KV while the answer "
         f"is written. NEEDS: with the weights and {space} of work space."
     )
     lines += ["", foot]
