@@ -23,8 +23,8 @@ from minikv.policies.bits import ones
 from minikv.policies.options import Method, option
 from minikv.policies.selection import in_blocks
 
-BITS = 62
-"""Bits of a word: an int64 has one more, so that a shift by one stays positive, and a sign."""
+BITS = 64
+"""Bits of a word, an int64; the highest is its sign."""
 LAST = 32
 """Queries of a prompt that count, at most."""
 EVEN = 2.0**-13
@@ -82,14 +82,15 @@ class ScissorHands(StepPolicy):
         low = attention < 1.0 / visible()
         columns["lows"].add_(low)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
-        carry, words = low.to(torch.int64), self._of(columns)
-        for word in words[:-1]:
-            out = word >> (BITS - 1)
-            word.bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << BITS) - 1)
-            carry = out
+        words, carry = self._of(columns), low
         bits = self.history - BITS * (len(words) - 1)  # of the last word
-        columns["lows"].sub_(words[-1] >> (bits - 1))  # of the oldest query, which drops out
-        words[-1].bitwise_left_shift_(1).bitwise_or_(carry).bitwise_and_((1 << bits) - 1)
+        columns["lows"].sub_((words[-1] >> (bits - 1)) & 1)  # the oldest query drops out
+        for word in words:
+            out = word < 0
+            torch.add(carry, word, alpha=2, out=word)  # shift by one
+            carry = out
+        if bits < BITS:
+            words[-1].bitwise_and_((1 << bits) - 1)
 
     def score(self, view: StepView) -> Tensor:
         return -view.column("lows") / view.column("queries").clamp(min=1.0)
@@ -125,13 +126,12 @@ def after_prompt(
     # Shift by as many bits as there were queries that could see the row, all at once.
     found = torch.stack([*words])
     carry = torch.empty_like(found)
-    torch.bitwise_and(bits, (1 << able) - 1, out=carry[0])
+    carry[0] = bits
     torch.bitwise_right_shift(found[:-1], BITS - able, out=carry[1:])
-    full = (1 << BITS) - 1
-    found.bitwise_left_shift_(able).bitwise_or_(carry).bitwise_and_(full)
-    spare = len(words) * BITS - history
-    if spare:  # clear bits of queries older than `history`
-        found[-1].bitwise_and_(full >> spare)
+    carry.bitwise_and_((1 << able) - 1)  # a shift to the right repeats the sign
+    found.bitwise_left_shift_(able).bitwise_or_(carry)
+    if spare := len(words) * BITS - history:  # clear bits of queries older than `history`
+        found[-1].bitwise_and_((1 << (BITS - spare)) - 1)
     return [*found], (queries + able).clamp(max=float(history))
 
 
