@@ -82,12 +82,12 @@ class ScissorHands(StepPolicy):
         low = attention < 1.0 / visible()
         columns["lows"].add_(low)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
-        words, carry = self._of(columns), low
+        words, carry = self._of(columns), low.to(torch.int64).neg_()
         bits = self.history - BITS * (len(words) - 1)  # of the last word
         columns["lows"].sub_((words[-1] >> (bits - 1)) & 1)  # the oldest query drops out
         for word in words:
-            out = word < 0
-            torch.add(carry, word, alpha=2, out=word)  # shift by one
+            out = word >> (BITS - 1)  # the highest bit: -1 or 0
+            word.bitwise_left_shift_(1).sub_(carry)
             carry = out
         if bits < BITS:
             words[-1].bitwise_and_((1 << bits) - 1)
