@@ -241,6 +241,9 @@ def reaching(path: str, line: int) -> list[str]:
     return sorted(found, key=lambda one: (one.partition("::")[0] != own, one))
 
 
+_ENOUGH = 9  # pytest has no such exit code
+
+
 class Limit:
     """A plugin of pytest: no test begins after so many seconds of processor time."""
 
@@ -249,12 +252,12 @@ class Limit:
 
     def pytest_runtest_setup(self) -> None:
         if time.process_time() > self._end:
-            pytest.exit("enough", returncode=0)
+            pytest.exit("enough", returncode=_ENOUGH)
 
 
 def attempt(mutant: Mutant, seconds: float) -> str:
-    """ "killed", "timeout", "untested" or "survived". A timeout is a test that does not end in a
-    minute of processor time."""
+    """ "killed", "survived", "untested", "timeout" for a test that does not end in a minute of
+    processor time, or "undecided" if not all tests ran within `seconds`."""
     names = reaching(mutant.path, mutant.line)
     if not names:
         return "untested"
@@ -286,8 +289,9 @@ def attempt(mutant: Mutant, seconds: float) -> str:
         return "timeout"
     if os.WIFSIGNALED(status):
         return "timeout" if os.WTERMSIG(status) == signal.SIGXCPU else "killed"
-    # 2: a file of tests could not be imported; 5: the tests that reach the line run only at night.
-    results = {0: "survived", 1: "killed", 2: "killed", 5: "untested"}
+    # 2 and 4: a file of tests could not be imported; 5: the tests that reach the line run at night.
+    results = {0: "survived", 1: "killed", 2: "killed", 4: "killed", 5: "untested"}
+    results[_ENOUGH] = "undecided"
     return results[os.WEXITSTATUS(status)]
 
 
