@@ -429,7 +429,8 @@ ACCOUNTS: list[tuple[Any, int, str]] = [
 def test_accounting(change: Any, code: int, word: str, tmp_path: Path) -> None:
     write(Spec(), tmp_path)
     edit_tensors(tmp_path / "model.safetensors", change)
-    refused(lambda: network_of(tmp_path), word, code=code)
+    error = refused(lambda: network_of(tmp_path), word, code=code)
+    assert ("not tied" in error.hint) == (word == "lm_head")
 
 
 def test_the_original_layout_is_accounted_for_too(tmp_path: Path) -> None:

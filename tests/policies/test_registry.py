@@ -46,6 +46,22 @@ def test_the_names_of_a_flag_are_of_methods_that_it_can_use() -> None:
     assert "scorer" not in {part.axis for part in map(registry.part, registry.OTHER_PARTS)}
 
 
+SHAPES = {
+    "full": "-",
+    "roco": "each head's own cap",
+    "snapkv": "uniform",
+    "pyramidkv": "per layer",
+    "adakv": "per head",
+    "ada-pyramid": "per layer and per head",
+    "global-span": "one for all layers and heads",
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_how_a_budget_is_divided(name: str) -> None:
+    assert find(name, step=name == "roco").shape == SHAPES[name]
+
+
 def classes() -> list[Any]:
     """The class of every part and rule."""
     rules = [method.rule for method in registry.methods() if method.rule is not None]
