@@ -71,8 +71,12 @@ class Build:
         wide = dict.fromkeys(there, 16)
         if "v" in wide and self.signature["v"] == "*i8":
             wide["v"] = 8  # as Triton reads values in int8 here
-        if self.kernel == "split" and self.signature["q"] == "*fp16":
-            wide["q"] = 8  # 16 queries of 64 numbers are 8 bytes for each thread of 8 warps
+        if self.kernel == "split":  # all threads read a part of the queries, once
+            names = list(self.signature)
+            known = {names[at[0]]: value for at, value in self.constants.items()}
+            size = 4 if self.signature["q"] == "*fp32" else 2
+            threads = 32 * self.options["num_warps"]
+            wide["q"] = min(16, known["GP"] * known["DP"] * size // threads)
         return wide
 
 
