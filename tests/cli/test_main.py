@@ -113,7 +113,7 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
         ("models --json", "error: --json is gone: `minikv models` prints one line for each"),
         ("bench kernels", "error: kernels is gone: `minikv bench decode` and"),
         ("bench --model x", "error: --model is gone: --shape takes the sizes"),
-        ("bench nonsense", "error: Invalid value for 'decode|prefill|all'"),
+        ("bench nonsense", "error: Invalid value for 'decode|prefill|all': 'nonsense' is"),
         ("report chat.json", "error: report is gone: minikv chat --resume NAME, then"),
         ("ask q --xyzzy", "error: No such option: --xyzzy"),
         ("nonsense", "error: No such command 'nonsense'"),
