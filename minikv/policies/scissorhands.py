@@ -34,8 +34,8 @@ because attention's log-sum-exps have errors of up to 6e-5 in bfloat16."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScissorHands(StepPolicy):
-    """The columns `below0`, `below1`, ... are a shift register of `history` bits per row, the
-    newest query in the lowest bit of `below0`. `queries` counts how many of the bits are valid, and
+    """The columns `bits0`, `bits1`, ... are a shift register of `history` bits per row, the
+    newest query in the lowest bit of `bits0`. `queries` counts how many of the bits are valid, and
     `lows` how many are set."""
 
     sinks: int = options.sinks()
@@ -49,7 +49,7 @@ class ScissorHands(StepPolicy):
 
     @property
     def columns(self) -> dict[str, torch.dtype]:
-        words = {f"below{i}": torch.int64 for i in range(self._words)}
+        words = {f"bits{i}": torch.int64 for i in range(self._words)}
         return words | {"queries": torch.float32, "lows": torch.float32}
 
     @property
@@ -62,7 +62,7 @@ class ScissorHands(StepPolicy):
 
     def _of(self, columns: Mapping[str, Tensor]) -> list[Tensor]:
         """The words, the newest first."""
-        return [columns[f"below{i}"] for i in range(self._words)]
+        return [columns[f"bits{i}"] for i in range(self._words)]
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
         assert view.below is not None
@@ -73,7 +73,7 @@ class ScissorHands(StepPolicy):
             self._of(old), old["queries"], view.below(), view.pos, end, observed, self.history
         )
         lows = torch.stack([ones(word) for word in words]).sum(0).to(torch.float32)
-        columns = {f"below{i}": word for i, word in enumerate(words)}
+        columns = {f"bits{i}": word for i, word in enumerate(words)}
         return columns | {"queries": count, "lows": lows}
 
     def update(

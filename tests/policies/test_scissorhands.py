@@ -36,7 +36,7 @@ def test_scissorhands_counts_the_last_queries(window: int) -> None:
         step.update(columns, p, lambda seen=seen: seen)  # type: ignore[misc]
         history.append(p < 0.5)
         want = torch.stack(history[-window:]).sum(0)
-        words = [column for name, column in columns.items() if name.startswith("below")]
+        words = [column for name, column in columns.items() if name.startswith("bits")]
         assert torch.stack([ones(word) for word in words]).sum(0).tolist() == want.tolist()
         assert columns["lows"].tolist() == want.tolist()
     assert columns["queries"][0] == min(140, window)
@@ -50,7 +50,7 @@ def test_scissorhands_takes_uniform_attention_for_enough() -> None:
         columns = {name: torch.zeros(rows, dtype=dtype) for name, dtype in step.columns.items()}
         seen = torch.full((rows,), float(rows))
         step.update(columns, torch.full((rows,), 1.0 / rows), lambda seen=seen: seen)  # type: ignore[misc]
-        assert int(columns["below0"].sum()) == 0, rows
+        assert int(columns["bits0"].sum()) == 0, rows
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -
             below[:, : i + 1] += p[:, : i + 1] < 1.0 / (i + 1)
         for head in range(3):
             order = segment(arena, "pos", layer, head).long()
-            words = [segment(arena, n, layer, head) for n in arena.extra if n.startswith("below")]
+            words = [segment(arena, n, layer, head) for n in arena.extra if n.startswith("bits")]
             found = torch.stack([ones(word.long()) for word in words]).sum(0)
             assert found.tolist() == below[head, order].long().tolist()
             assert segment(arena, "lows", layer, head).tolist() == found.tolist()
@@ -138,16 +138,16 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
         below=lambda: torch.full_like(pos, (1 << 32) - 1),
     )
     old = {
-        "below0": torch.tensor([[0b101, 0, 0, 0, 0]]),
-        "below1": torch.zeros(1, 5, dtype=torch.int64),
+        "bits0": torch.tensor([[0b101, 0, 0, 0, 0]]),
+        "bits1": torch.zeros(1, 5, dtype=torch.int64),
         "queries": torch.tensor([[39.0, 0.0, 0.0, 0.0, 0.0]]),
     }
     found = step.init(replace(seen, carried=old))
-    assert found["below0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
-    old["below0"][0, 0] |= (0b1011 << 60) - (1 << 64)
+    assert found["bits0"].tolist()[0][:4] == [0b1011111, 0b1111, 0b11, 0b1]
+    old["bits0"][0, 0] |= (0b1011 << 60) - (1 << 64)
     moved = step.init(replace(seen, carried=old))
-    assert [moved["below0"][0, 0], moved["below1"][0, 0]] == [0b1011111, 0b1011]
-    assert found["below1"].tolist()[0][:4] == [0, 0, 0, 0]
+    assert [moved["bits0"][0, 0], moved["bits1"][0, 0]] == [0b1011111, 0b1011]
+    assert found["bits1"].tolist()[0][:4] == [0, 0, 0, 0]
     assert found["queries"].tolist()[0][:4] == [43.0, 4.0, 2.0, 1.0]
 
 

@@ -503,7 +503,7 @@ def _codes(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) ->
 
 def _bits(policy: StepPolicy, layer: int, c: dict[str, Tensor], age: Tensor) -> bool:
     """Not more queries that gave little than queries."""
-    words = torch.stack([ones(w) for name, w in c.items() if name.startswith("below")])
+    words = torch.stack([ones(w) for name, w in c.items() if name.startswith("bits")])
     fine = (words.sum(0) == c["lows"]) & (c["lows"] <= c["queries"]) & (c["queries"] <= age)
     return bool(fine.all())
 
