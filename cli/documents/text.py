@@ -86,6 +86,11 @@ _MAGIC = (
     (b"\x1f\x8b", "gzip-compressed", "unpack it first: gunzip -c FILE | minikv ask ..."),
     (b"\x89PNG", "a PNG image", ""),
     (b"\xff\xd8\xff", "a JPEG image", ""),
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "only a Git LFS pointer to the file",
+        "run `git lfs pull` in its repository",
+    ),
 )
 # Control characters that occur in plain text: tab, newlines, form feed, backspace, ESC.
 _TEXT_CONTROLS = frozenset(b"\t\n\r\f\v\b\x1b")
