@@ -110,9 +110,12 @@ class Prefill:
         return None if self._lengths is None else self._watch
 
     def _watch(self, states: Tensor) -> None:
-        """The layer's input [t, hidden], after its norm, of the chunk that is staged next. No more
-        than its last rows can be observed."""
-        last = states[max(0, len(states) - len(self._tail)) :]
+        """The layer's input [t, hidden], after its norm, of the chunk that is staged next. Its
+        norms are computed for rows that are observed."""
+        tokens, done = self.plan.tokens, self._done
+        read = (self.plan.given if done == tokens else done) + len(states)
+        count = min(len(states), max(0, read - tokens + len(self._tail)))
+        last = states[len(states) - count :]
         self._coming = torch.linalg.vector_norm(last, dim=-1, dtype=torch.float32)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -289,7 +292,9 @@ class Prefill:
         if self.step is None:
             return {}
         carry = self.prompt.carry if self.prompt is not None else None
-        return self.step.init(view if carry is None else carry.noted(view))
+        if carry is not None:
+            view = carry.noted(view, squares="squares" in self.step.columns)
+        return self.step.init(view)
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
         """Add the layer's rows to the pool, where they compete with those of all layers before

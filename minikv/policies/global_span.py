@@ -1,8 +1,9 @@
 """Rows that the question attends to stay, with the text after them (QuerySpan, kvpress #292).
 
-A row's worth is the largest attention that a query of the window gives it, times the norm of its
-value after W_O, divided by the norm of the layer's input at the query. `Span` passes this worth on
-to the text that follows. One budget serves all layers and heads.
+A row's worth is the largest attention that a query of the window gives it, divided by the norm of
+the layer's input at the query, times the norm of its value after W_O: the root of the mean of its
+squares over the query heads of the group. `Span` passes this worth on to the text that follows. One
+budget serves all layers and heads.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ class QuerySpan(Scorer):
     def score(self, view: PromptView) -> Tensor:
         assert view.largest is not None
         scale = None if view.lengths is None else 1.0 / view.lengths.clamp(min=1e-30)
-        largest = view.largest(scale).mul_(output_lengths(view))
-        return largest.amax(1).masked_fill_(~view.live, 0.0)
+        largest = view.largest(scale).amax(1).mul_(output_lengths(view, together=True)[:, 0])
+        return largest.masked_fill_(~view.live, 0.0)
 
     differs = (
+        "a value has one norm for all query heads of its KV head; the release has one for each",
         "the release protects no newest tokens (`recent`); without them small budgets lose the end "
         "of the question",
     )

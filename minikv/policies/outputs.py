@@ -14,13 +14,15 @@ WEIGHTS = 1 << 20
 _PROJECTED = 4096  # rows projected at once, those of all heads counted
 
 
-def output_lengths(view: PromptView | RepeatView) -> Tensor:
-    """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head."""
+def output_lengths(view: PromptView | RepeatView, *, together: bool = False) -> Tensor:
+    """float32 [H, G, N]: |v W_O|_2 of every value, with the projection of each query head.
+    together: [H, 1, N], the root of the mean of their squares over the group."""
     value, output = view.value(), _projection(view)
 
     def gram(some: slice) -> Tensor:
         weights = output[some].float()
-        return weights @ weights.transpose(2, 3)
+        found = weights @ weights.transpose(2, 3)
+        return found.mean(1, keepdim=True) if together else found
 
     # |v W|^2 = v (W W^T) v^T
     grams = in_blocks(len(output), output[0].numel(), WEIGHTS, gram)

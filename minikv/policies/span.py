@@ -45,15 +45,17 @@ class Span:
         worth = scores if adds_up else ranked(scores, view.pos, free)
         return torch.maximum(worth, self._passed(view, worth))
 
-    def noted(self, view: PromptView) -> PromptView:
+    def noted(self, view: PromptView, *, squares: bool) -> PromptView:
         """The view for a step policy. Attention is passed on there, too, or the text that follows
         would be the first to leave while an answer is copied from it. No row gets more than queries
-        could give it. The mean over G of `mass` takes its place."""
+        could give it. The mean over G of `mass` takes its place. squares: whether the policy reads
+        `squares`; else they are None."""
         if view.mass is None or view.squares is None:
             return view
-        both = torch.stack((view.mass.mean(1), view.squares))
-        mass, squares = torch.maximum(both, self._passed(view, both)).minimum(view.able)
-        return replace(view, mass=mass[:, None], squares=squares)
+        mean = view.mass.mean(1)
+        both = torch.stack((mean, view.squares)) if squares else mean[None]
+        both = torch.maximum(both, self._passed(view, both)).minimum(view.able)
+        return replace(view, mass=both[0][:, None], squares=both[1] if squares else None)
 
     def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
         gives = view.live & (view.pos >= self.first) & (worth < SURE)

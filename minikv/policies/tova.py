@@ -28,7 +28,7 @@ def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     counts = torch.zeros(sums.shape, device=values.device)
     sums.scatter_add_(1, at, values.to(torch.float64).reshape(at.shape))
     counts.scatter_add_(1, at, counts.new_ones(1).expand(at.shape))
-    mean = (sums / counts).to(values.dtype)  # of all positions: fewer than rows
+    mean = (sums / counts).to(values.dtype)
     return mean.gather(1, at).view(pos.shape)
 
 

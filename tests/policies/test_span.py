@@ -48,18 +48,19 @@ def scores(name: str, seen: PromptView, **options: object) -> torch.Tensor:
 
 
 def test_global_span_by_hand() -> None:
-    """Two query heads whose values count 1 and 3 times; the queries' inputs have lengths 1 and 2.
+    """Two query heads whose values count 1 and 7 times: 5 times, as the root of the mean of 1 and
+    49. The queries' inputs have lengths 1 and 2.
 
-    Row 0: the most of .4 x 1 / 1 and .4 x 3 / 2 is .6. It is carried on with decay 1/2."""
+    Row 0: the most of .4 / 1 and .4 / 2, times 5, is 2. It is carried on with decay 1/2."""
     given = torch.zeros(1, 2, 2, 4)
     given[0, :, 0] = torch.tensor([[0.4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
     given[0, :, 1] = torch.tensor([[0.0, 0.0, 0.1, 0.0], [0.4, 0.0, 0.0, 0.0]])
     seen = replace(
-        looked(given, output=torch.tensor([[[[1.0]], [[3.0]]]])),
+        looked(given, output=torch.tensor([[[[1.0]], [[7.0]]]])),
         lengths=torch.tensor([1.0, 2.0]),
     )
     found = scores("global-span", seen, window=2, sinks=0, recent=0, decay=0.5)[0]
-    torch.testing.assert_close(found, torch.tensor([0.6, 0.3, 0.15, 0.075]))
+    torch.testing.assert_close(found, torch.tensor([2.0, 1.0, 0.5, 0.25]))
 
 
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "chunkkv", "keydiff", "defensive"])
@@ -126,5 +127,14 @@ def test_a_step_policy_begins_with_what_was_passed_on() -> None:
     policy, step = build("snapkv+span", {"decay": 0.5, "first": 1}), step_policy("h2o")
     assert policy.carry is not None
     assert step is not None
-    found = step.init(policy.carry.noted(seen))["sum"][0]
-    torch.testing.assert_close(found[:8], torch.tensor([1.8, 0.0, 0.0, 0.4, 0.2, 0.1, 0.5, 0.25]))
+    noted = policy.carry.noted(seen, squares=False)
+    found, sums = step.init(noted)["sum"][0], torch.tensor([1.8, 0.0, 0.0, 0.4, 0.2, 0.1, 0.5, 0.25])
+    torch.testing.assert_close(found[:8], sums)
+    assert noted.squares is None
+
+    noted = policy.carry.noted(seen, squares=True)
+    assert noted.mass is not None
+    assert noted.squares is not None
+    torch.testing.assert_close(noted.mass[0, 0, :8], sums)
+    squares = torch.tensor([1.62, 0.0, 0.0, 0.16, 0.08, 0.04, 0.25, 0.125])
+    torch.testing.assert_close(noted.squares[0, :8], squares)

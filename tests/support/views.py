@@ -55,7 +55,7 @@ def looked(
         pos,
         observed,
         mass,
-        mass.mean(1) ** 2,
+        given.mean(1).square().sum(1),
         lambda: fetched,
         lambda: fetched,
         output=None if output is None else lambda: output,
