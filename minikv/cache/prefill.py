@@ -110,13 +110,14 @@ class Prefill:
         return None if self._lengths is None else self._watch
 
     def _watch(self, states: Tensor) -> None:
-        """The layer's input [t, hidden], after its norm, of the chunk that is staged next. Its
-        norms are computed for rows that are observed."""
+        """The layer's input [t, hidden], after its norm, of the chunk that is staged next. Only the
+        norms of rows that are observed are computed."""
         tokens, done = self.plan.tokens, self._done
-        read = (self.plan.given if done == tokens else done) + len(states)
-        count = min(len(states), max(0, read - tokens + len(self._tail)))
-        last = states[len(states) - count :]
-        self._coming = torch.linalg.vector_norm(last, dim=-1, dtype=torch.float32)
+        end = (self.plan.given if done == tokens else done) + len(states)
+        observed = min(len(states), end - tokens + len(self._tail))
+        if observed > 0:
+            last = states[len(states) - observed :]
+            self._coming = torch.linalg.vector_norm(last, dim=-1, dtype=torch.float32)
 
     def stage(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Add a chunk of rows and attend: shapes as in `Attend.attend`."""
