@@ -86,12 +86,8 @@ _MAGIC = (
     (b"\x1f\x8b", "gzip-compressed", "unpack it first: gunzip -c FILE | minikv ask ..."),
     (b"\x89PNG", "a PNG image", ""),
     (b"\xff\xd8\xff", "a JPEG image", ""),
-    (
-        b"version https://git-lfs.github.com/spec/",
-        "only a Git LFS pointer to the file",
-        "run `git lfs pull` in its repository",
-    ),
 )
+_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:"
 # Control characters that occur in plain text: tab, newlines, form feed, backspace, ESC.
 _TEXT_CONTROLS = frozenset(b"\t\n\r\f\v\b\x1b")
 SAMPLE = 1 << 16
@@ -219,10 +215,14 @@ def _nearest(path: str) -> str:
 
 def decode(data: bytes, name: str) -> str:
     """Bytes as text: UTF-8, or UTF-16/32 by their marks. Raises UsageError for data that is too
-    large, binary, a PDF, empty or not valid in its encoding."""
+    large, binary, a PDF, a Git LFS pointer, empty or not valid in its encoding."""
     if len(data) > MAX_BYTES:
         raise too_large(name)
     refuse_binary(data, name)
+    if data.startswith(_POINTER):
+        raise UsageError(
+            f"{name} is only a Git LFS pointer to the file", "run `git lfs pull` in its repository"
+        )
     encoding = encoding_of(data)
     try:
         text = data.decode(encoding)

@@ -462,7 +462,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         if evidence.projects:
             weights = 4 * some * group * size * wide if item < 4 else 0
             projected = 4 * wide * min(_PROJECTED, some * rows) + weights
-        vectors = _vectors(setup, rows)
+        vectors = _vectors(setup, rows, early)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
         # The compared vectors are read first.
         attended = 2 * queries + (read if vectors else 0)
@@ -485,8 +485,9 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     return always + sums + max(scoring, codes + max(coding, entering), placing)
 
 
-def _vectors(setup: Setup, rows: int) -> int:
-    """Bytes for a scorer that computes with keys or values of `rows` rows of every head."""
+def _vectors(setup: Setup, rows: int, early: int = 0) -> int:
+    """Bytes for a scorer that computes with keys or values of `rows` rows of every head, `early` of
+    them from earlier prompts."""
     shape, evidence, most = setup.shape, setup.rules.evidence, setup.ops.block
     heads, group, each = shape.kv_heads, shape.heads // shape.kv_heads, rows * shape.head_dim
     found = evidence.vectors * largest_block(heads, each, most)
@@ -501,15 +502,24 @@ def _vectors(setup: Setup, rows: int) -> int:
         copied = some * each if setup.dtype.itemsize < 4 else 0
         found += shape.head_dim**2 + copied
     elif evidence.norms:
+        one, square = evidence.norms == "one", shape.head_dim**2
         matrix = group * shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
-        weights = largest_block(heads, matrix, WEIGHTS)
-        grams = shape.heads * shape.head_dim**2
-        found += grams if weights == heads * matrix else 2 * grams
-        found += weights if setup.dtype.itemsize < 4 else 0
+        weights, count = largest_block(heads, matrix, WEIGHTS), heads if one else shape.heads
+        copied, product = (weights if setup.dtype.itemsize < 4 else 0), 0
+        grams = count * square * (1 if weights == heads * matrix else 2)
         if setup.ops.quadratic_forms is Kernels.quadratic_forms:  # C makes no products
-            product = largest_block(heads, group * each, most) // group
-            found += (2 if setup.dtype.itemsize < 4 else 1) * product
-        found += (2 * shape.heads + 3 * heads + 2) * rows
+            product = largest_block(heads, (1 if one else group) * each, most)
+            product = product // (1 if one else group) * (2 if setup.dtype.itemsize < 4 else 1)
+        if one:  # the attention of each query head, then the values, then what norms are made of
+            attended = shape.heads * rows * (2 if early else 1)
+            copy = heads * early * shape.head_dim * setup.dtype.itemsize // 4
+            if setup.kv == torch.int8:
+                copy = 0  # counted for the layer
+            each_head = weights // matrix * group * square
+            forms = max(copied + each_head + grams, grams + product + heads * rows)
+            found += max(attended, copy, forms) + (4 * heads + 2) * rows
+        else:
+            found += grams + copied + product + (2 * shape.heads + 3 * heads + 2) * rows
     elif found:
         found += 3 * heads * rows
     return 4 * found

@@ -42,6 +42,7 @@ class Prefill:
         self.setup, self.plan, self.arena, self.target = setup, plan, arena, target
         self.shape, self._ops = setup.shape, setup.ops
         self.prompt, self.step = setup.rules.prompt, setup.rules.step
+        self._carry = None if self.prompt is None else self.prompt.carry
         evidence, step = setup.rules.evidence, self.step
         self._evidence, self.tier = evidence, tier
         self._all = setup.rules.observe == ALL  # sums are taken chunk by chunk
@@ -292,9 +293,8 @@ class Prefill:
         """The step policy's columns [H, N] after the prompt."""
         if self.step is None:
             return {}
-        carry = self.prompt.carry if self.prompt is not None else None
-        if carry is not None:
-            view = carry.noted(view, squares="squares" in self.step.columns)
+        if self._carry is not None:
+            view = self._carry.noted(view, squares="squares" in self.step.columns)
         return self.step.init(view)
 
     def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:

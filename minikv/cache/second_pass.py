@@ -54,7 +54,7 @@ class SecondPass(Prefill):
         whole = replace(plan, totals=None, shares=False, pool=None)
         exact = replace(setup, rules=replace(setup.rules, prompt=None))
         super().__init__(exact, whole, arena, target, tier)
-        self._choice = setup, plan
+        self._choice, self._carry = (setup, plan), setup.rules.prompt.carry
         self.scorer = setup.rules.prompt.scorer
         self.first = setup.rules.first_rows(plan.pinned)
         self.scores = [

@@ -205,7 +205,8 @@ class Evidence:
     copies, vectors, products and projects: the memory that it needs. copies: whether it reads `key`
         ("k"), `value` ("v") or both ("kv"). vectors: how many `blocks` of them in float32 exist at
         once; products: of as many numbers for each query head, made of them. projects: values are
-        multiplied by the whole output projection. norms: it reads `outputs.output_lengths`.
+        multiplied by the whole output projection. norms: how many `outputs.output_lengths` it reads
+        for a value: "each" (one for each query head) or "one"; "" for none.
     """
 
     observe: int = 0
@@ -224,7 +225,7 @@ class Evidence:
     vectors: int = 0
     products: int = 0
     projects: bool = False
-    norms: bool = False
+    norms: str = ""
 
 
 class Scorer(ABC):

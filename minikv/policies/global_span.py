@@ -1,9 +1,9 @@
 """Rows that the question attends to stay, with the text after them (QuerySpan, kvpress #292).
 
-A row's worth is the largest attention that a query of the window gives it, divided by the norm of
-the layer's input at the query, times the norm of its value after W_O: the root of the mean of its
-squares over the query heads of the group. `Span` passes this worth on to the text that follows. One
-budget serves all layers and heads.
+The attention of each query is divided by the norm of the layer's input there. A row's worth is the
+largest of these over the window and the query heads of its group, times |v W_O|: the root mean
+square over these heads. `Span` passes this worth on to the text that follows. One budget serves all
+layers and heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minikv.policies.span import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuerySpan(Scorer):
-    """The largest attention of a query, times |v W_O| / |h|."""
+    """The largest attention of a query, divided by |h|, times the mean |v W_O|."""
 
     name = "global-span"
     summary = "question's attention"
@@ -41,7 +41,7 @@ class QuerySpan(Scorer):
             sinks=self.sinks,
             window=self.recent,
             copies="v",
-            norms=True,
+            norms="one",
             lengths=True,
         )
 

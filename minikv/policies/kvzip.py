@@ -59,7 +59,11 @@ class KVzip(Scorer):
     @property
     def evidence(self) -> Evidence:
         return Evidence(
-            sinks=self.sinks, window=1, second_pass=True, lengths=self.plus, norms=self.plus
+            sinks=self.sinks,
+            window=1,
+            second_pass=True,
+            lengths=self.plus,
+            norms="each" if self.plus else "",
         )
 
     @property

@@ -48,8 +48,8 @@ class Span:
     def noted(self, view: PromptView, *, squares: bool) -> PromptView:
         """The view for a step policy. Attention is passed on there, too, or the text that follows
         would be the first to leave while an answer is copied from it. No row gets more than queries
-        could give it. The mean over G of `mass` takes its place. squares: whether the policy reads
-        `squares`; else they are None."""
+        could give it. `mass` becomes its mean over G, [H, 1, N]. squares: whether the policy reads
+        `squares`; else they become None."""
         if view.mass is None or view.squares is None:
             return view
         mean = view.mass.mean(1)

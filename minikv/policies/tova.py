@@ -26,10 +26,11 @@ def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     at = pos.reshape(-1, heads * pos.shape[1]) + 1
     sums = torch.zeros((len(at), context + 1), dtype=torch.float64, device=values.device)
     counts = torch.zeros(sums.shape, device=values.device)
-    sums.scatter_add_(1, at, values.to(torch.float64).reshape(at.shape))
+    own = values.to(torch.float64).reshape(at.shape)
+    sums.scatter_add_(1, at, own)
     counts.scatter_add_(1, at, counts.new_ones(1).expand(at.shape))
-    mean = (sums / counts).to(values.dtype)
-    return mean.gather(1, at).view(pos.shape)
+    mean = sums.gather(1, at) / counts.gather(1, at)
+    return mean.view(pos.shape).to(values.dtype)
 
 
 def _protect_newest() -> Any:

@@ -26,7 +26,7 @@ from minikv.cache.tier_rows import columns_of
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine, likely
 from minikv.engine.engine import Engine
-from minikv.kernels.dispatch import TorchOnCPU
+from minikv.kernels.dispatch import GPU_BLOCK, TorchOnCPU
 from minikv.models.rope import RopeConfig, Rotation
 from minikv.policies.base import Wording
 
@@ -178,7 +178,8 @@ CASES: list[Case] = [
     ("adakv", "none", 0, torch.int8, NOTHING),
     ("adakv", "none", 0, None, SLIDING),
     ("full", "none", 0, None, SLIDING),
-    # Few heads: KV heads, and query heads for each.
+    # Other heads: KV heads, and query heads for each.
+    ("global-span", "h2o", 0, None, NOTHING, (8, 4)),
     *(("global-span", "h2o", 0, kv, NOTHING, few) for kv in (None, torch.int8) for few in FEW),
     *(
         (name, "none", 0, torch.int8, NOTHING, few)
@@ -246,13 +247,14 @@ def test_no_more_exists_at_once_than_planned_and_hardly_less(case: Case) -> None
         keeps_its_promise(kv, measured(kv, begin, tokens, turn), loose[turn])
 
 
-def test_products_that_torch_makes_are_planned_too() -> None:
+@pytest.mark.parametrize(("heads", "block"), [((4, 2), 1 << 12), ((8, 4), GPU_BLOCK)])
+def test_products_that_torch_makes_are_planned_too(heads: tuple[int, int], block: int) -> None:
     """Without a compiler: all but what the attention of one head works with, its keys in float32
     and its logits twice."""
-    kv = cache("global-span+uniform", "none", 0, None, NOTHING)
+    kv = cache("global-span+uniform", "none", 0, None, NOTHING, heads)
     kv.use(TorchOnCPU())
-    kv.ops.block = 1 << 12
-    tokens, (queries, size) = 1600, (2 * 32, 64)  # of a head
+    kv.ops.block = block
+    tokens, (queries, size) = 1600, (heads[1] * 32, 64)  # of a head
     most = measured(kv, partial(kv.begin, tokens, 20), tokens, 0)
     assert most - 4 * tokens * (size + 2 * queries) <= kv.peak <= most
 

@@ -206,13 +206,20 @@ def test_every_head_keeps_the_same_where_that_is_asked_for() -> None:
     assert {len(rows) for rows in kept(run.kv)} == {15}
 
 
-@pytest.mark.parametrize("step", ["roco", "scissorhands", "streaming", "none"])
-def test_columns_come_from_the_prompt_itself(step: str) -> None:
+@pytest.mark.parametrize(
+    ("policy", "once", "step"),
+    [
+        *(("kvzip", "full", step) for step in ("roco", "scissorhands", "streaming", "none")),
+        *(("kvzip+span", "snapkv+span", step) for step in ("roco", "h2o")),
+    ],
+)
+def test_columns_come_from_the_prompt_itself(policy: str, once: str, step: str) -> None:
     """The step policy's columns are those of the prompt's own queries, whatever is repeated."""
     net = network()
-    run, _ = made(net, "kvzip", 15, step)
+    run, _ = made(net, policy, 15, step)
     run.prompt(ids(60))
-    full = Engine(net, over(net, Rules(None, policies.step_policy(step), Budget.parse(100))))
+    whole = Rules(policies.prompt_policy(once), policies.step_policy(step), Budget.parse(100))
+    full = Engine(net, over(net, whole))
     full.prompt(ids(60))
     columns = policies.step_policy(step)
     names = ["k", "v", *(columns.columns if columns is not None else ())]

@@ -128,7 +128,8 @@ def test_a_step_policy_begins_with_what_was_passed_on() -> None:
     assert policy.carry is not None
     assert step is not None
     noted = policy.carry.noted(seen, squares=False)
-    found, sums = step.init(noted)["sum"][0], torch.tensor([1.8, 0.0, 0.0, 0.4, 0.2, 0.1, 0.5, 0.25])
+    found = step.init(noted)["sum"][0]
+    sums = torch.tensor([1.8, 0.0, 0.0, 0.4, 0.2, 0.1, 0.5, 0.25])
     torch.testing.assert_close(found[:8], sums)
     assert noted.squares is None
 

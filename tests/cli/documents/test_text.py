@@ -60,7 +60,7 @@ def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
         (b"\x7fELF\x02\x01", "a program"),
         (b"PK\x03\x04....", "zip archive"),
         (b"\x1f\x8b\x08", "gzip"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 2\n", "Git LFS"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 2\n", "Git LFS pointer"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(
