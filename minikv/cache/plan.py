@@ -464,11 +464,13 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
             projected = 4 * wide * min(_PROJECTED, some * rows) + weights
         vectors = _vectors(setup, rows, early)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
-        # The compared vectors are read first.
-        attended = 2 * queries + (read if vectors else 0)
+        # The compared vectors are read first; those of one norm for a value are not held after it.
+        held_on = 0 if evidence.norms == "one" and not evidence.projects else read
+        attended = 2 * queries + (held_on if vectors else 0)
         if evidence.queries_from is not None:
             vectors = max(vectors, 20 * shape.heads * size**2)  # moments in float64
-        scoring = max(scoring + choosing + attended, read + max(choosing + projected, vectors))
+        chosen = max(scoring + attended, held_on + projected) + choosing
+        scoring = max(chosen, read + vectors)
     codes = coding = 0
     if coded:
         codes = 2 * heads * plan.tokens * (size + 4)
@@ -510,14 +512,15 @@ def _vectors(setup: Setup, rows: int, early: int = 0) -> int:
         if setup.ops.quadratic_forms is Kernels.quadratic_forms:  # C makes no products
             product = largest_block(heads, (1 if one else group) * each, most)
             product = product // (1 if one else group) * (2 if setup.dtype.itemsize < 4 else 1)
-        if one:  # the attention of each query head, then the values, then what norms are made of
+        if one:  # one after the other: attention, values, what norms are made of, norms
+            most_of = heads * rows  # the most attention
             attended = shape.heads * rows * (2 if early else 1)
             copy = heads * early * shape.head_dim * setup.dtype.itemsize // 4
             if setup.kv == torch.int8:
                 copy = 0  # counted for the layer
-            each_head = weights // matrix * group * square
-            forms = max(copied + each_head + grams, grams + product + heads * rows)
-            found += max(attended, copy, forms) + (4 * heads + 2) * rows
+            made = copied + weights // matrix * group * square + grams
+            norms = grams + product + (4 * heads + 2) * rows
+            found += most_of + max(attended, copy, made, norms)
         else:
             found += grams + copied + product + (2 * shape.heads + 3 * heads + 2) * rows
     elif found:
