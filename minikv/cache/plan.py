@@ -513,14 +513,14 @@ def _vectors(setup: Setup, rows: int, early: int = 0) -> int:
             product = largest_block(heads, (1 if one else group) * each, most)
             product = product // (1 if one else group) * (2 if setup.dtype.itemsize < 4 else 1)
         if one:  # one after the other: attention, values, what norms are made of, norms
-            most_of = heads * rows  # the most attention
+            largest = heads * rows  # the largest attention of a query head
             attended = shape.heads * rows * (2 if early else 1)
             copy = heads * early * shape.head_dim * setup.dtype.itemsize // 4
             if setup.kv == torch.int8:
                 copy = 0  # counted for the layer
             made = copied + weights // matrix * group * square + grams
             norms = grams + product + (4 * heads + 2) * rows
-            found += most_of + max(attended, copy, made, norms)
+            found += largest + max(attended, copy, made, norms)
         else:
             found += grams + copied + product + (2 * shape.heads + 3 * heads + 2) * rows
     elif found:
