@@ -464,7 +464,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
             projected = 4 * wide * min(_PROJECTED, some * rows) + weights
         vectors = _vectors(setup, rows, early)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
-        # The compared vectors are read first; those of one norm for a value are not held after it.
+        # The compared vectors are read first. If only a value's norm counts, values are let go.
         held_on = 0 if evidence.norms == "one" and not evidence.projects else read
         attended = 2 * queries + (held_on if vectors else 0)
         if evidence.queries_from is not None:
@@ -510,8 +510,9 @@ def _vectors(setup: Setup, rows: int, early: int = 0) -> int:
         copied, product = (weights if setup.dtype.itemsize < 4 else 0), 0
         grams = count * square * (1 if weights == heads * matrix else 2)
         if setup.ops.quadratic_forms is Kernels.quadratic_forms:  # C makes no products
-            product = largest_block(heads, (1 if one else group) * each, most)
-            product = product // (1 if one else group) * (2 if setup.dtype.itemsize < 4 else 1)
+            share = 1 if one else group
+            product = largest_block(heads, share * each, most) // share
+            product *= 2 if setup.dtype.itemsize < 4 else 1
         if one:  # one after the other: attention, values, what norms are made of, norms
             largest = heads * rows  # the largest attention of a query head
             attended = shape.heads * rows * (2 if early else 1)

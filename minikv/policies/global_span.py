@@ -22,7 +22,7 @@ from minikv.policies.span import Span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuerySpan(Scorer):
-    """The largest attention of a query, divided by |h|, times the mean |v W_O|."""
+    """The largest attention of a query, divided by |h|, times |v W_O| (root mean square)."""
 
     name = "global-span"
     summary = "question's attention"
