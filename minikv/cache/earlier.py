@@ -61,9 +61,8 @@ class EarlierRows:
             return EarlierRows(index, pos, key, value, False, rows, tables, even)
         rows = arena.columns["k"], arena.columns["v"], column
         key, value, _ = rows
-        step = int(held.capacity[layer, 0])
-        if even and bool((held.capacity[layer] == step).all()):
-            begin = int(held.start[layer, 0])
+        if not is_listed(held, layer):
+            begin, step = int(held.start[layer, 0]), int(held.capacity[layer, 0])
             key, value = (
                 column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
                 for column in (key, value)
@@ -102,3 +101,11 @@ class EarlierRows:
         start, length, free_slot = self.segments
         rows = kernels.Segments(key, value, start, length, self.index.shape[1], pos)
         return ops.ragged_prefill(query, rows, free_slot, at, window)
+
+
+def is_listed(held: Layout, layer: int) -> bool:
+    """Whether a layer's rows, if they are not int8, must be listed, and copied where they are read:
+    its heads differ in length or capacity, or have free slots. Otherwise they are views."""
+    tables = held.length[layer], held.capacity[layer]
+    same = all(bool((table == table[0]).all()) for table in tables)
+    return not same or bool((held.free_slot[layer] >= 0).any())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minikv.cache.arena import Arena, Layout
+from minikv.cache.earlier import is_listed
 from minikv.cache.global_pool import AT_ONCE
 from minikv.cache.rules import Rules, unlearnt
 from minikv.cache.stats import Shape
@@ -462,7 +463,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         if evidence.projects:
             weights = 4 * some * group * size * wide if item < 4 else 0
             projected = 4 * wide * min(_PROJECTED, some * rows) + weights
-        vectors = _vectors(setup, rows, early)
+        copied = early if not coded and is_listed(held, layer) else 0
+        vectors = _vectors(setup, rows, copied, later=early > 0)
         choosing, read = _CHOOSING * every, len(evidence.copies) * copies
         # The compared vectors are read first. If only a value's norm counts, values are let go.
         held_on = 0 if evidence.norms == "one" and not evidence.projects else read
@@ -487,9 +489,9 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     return always + sums + max(scoring, codes + max(coding, entering), placing)
 
 
-def _vectors(setup: Setup, rows: int, early: int = 0) -> int:
-    """Bytes for a scorer that computes with keys or values of `rows` rows of every head, `early` of
-    them from earlier prompts."""
+def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -> int:
+    """Bytes for a scorer that computes with keys or values of `rows` rows of every head. copies:
+    how many of them are copied before all are read. later: some are of earlier prompts."""
     shape, evidence, most = setup.shape, setup.rules.evidence, setup.ops.block
     heads, group, each = shape.kv_heads, shape.heads // shape.kv_heads, rows * shape.head_dim
     found = evidence.vectors * largest_block(heads, each, most)
@@ -515,10 +517,8 @@ def _vectors(setup: Setup, rows: int, early: int = 0) -> int:
             product *= 2 if setup.dtype.itemsize < 4 else 1
         if one:  # one after the other: attention, values, what norms are made of, norms
             largest = heads * rows  # the largest attention of a query head
-            attended = shape.heads * rows * (2 if early else 1)
-            copy = heads * early * shape.head_dim * setup.dtype.itemsize // 4
-            if setup.kv == torch.int8:
-                copy = 0  # counted for the layer
+            attended = shape.heads * rows * (2 if later else 1)
+            copy = heads * copies * shape.head_dim * setup.dtype.itemsize // 4
             made = copied + weights // matrix * group * square + grams
             norms = grams + product + (4 * heads + 2) * rows
             found += largest + max(attended, copy, made, norms)

@@ -180,6 +180,7 @@ CASES: list[Case] = [
     ("full", "none", 0, None, SLIDING),
     # Other heads: KV heads, and query heads for each.
     ("global-span", "h2o", 0, None, NOTHING, (8, 4)),
+    ("global-span+uniform", "none", 0, None, NOTHING, (4, 2), 1200),  # many rows, as a view
     *(("global-span", "h2o", 0, kv, NOTHING, few) for kv in (None, torch.int8) for few in FEW),
     *(
         (name, "none", 0, torch.int8, NOTHING, few)
@@ -203,9 +204,10 @@ def cache(
     kv: torch.dtype | None,
     windows: tuple[int | None, ...],
     heads: tuple[int, int] = (4, 2),
+    budget: int = 300,
 ) -> KVCache:
     """Heads wide enough that small change does not count."""
-    rules = EvictionConfig.read(policy, decode, 300, stride=stride).rules()
+    rules = EvictionConfig.read(policy, decode, budget, stride=stride).rules()
     weights = torch.randn(*heads, 64, 64 * math.prod(heads))
     shape = Shape(len(windows), heads[0], math.prod(heads), 64, windows, 1 << 16)
     rotary = Rotation((RopeConfig(),) * len(windows), 64)
