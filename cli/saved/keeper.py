@@ -257,15 +257,15 @@ class Keeper:
             self._create(session, name, whole=whole)
             return
         file = self._file or self._hold(held(self.name))
-        pairs = zip(session.turns, self._last[0] if self._last else (), strict=False)
+        # After a save that fails, the next one takes nothing from the file.
+        last, self._last = self._last, ()
+        pairs = zip(session.turns, last[0] if last else (), strict=False)
         same = len([*takewhile(lambda pair: pair[0] is pair[1], pairs)])
         made = rows_of(session, self._identity(session), ask=self.name == LAST, same=same)
         file.write(made, same)
-        if name not in (None, self.name):
-            self._release()
-            os.rename(chats_folder() / self.name, chats_folder() / str(name))
+        if name is not None and name != self.name:
+            file.rename(name)
             self.name = name
-            self._hold(held(str(name)))
         self._settle(session, str(self.name), whole=whole)
         self._last, self.saved = self._state(session), True
 
@@ -276,6 +276,8 @@ class Keeper:
         forked: whether it is an error if its tier cannot be saved."""
         facts = self._identity(session)
         there = name == self.name and (chats_folder() / name).is_dir()  # only its file was removed
+        if there:
+            self._release()
         name = name if there else new_folder(name)
         with contextlib.ExitStack() as undone:
             if not there:

@@ -237,7 +237,7 @@ def checked(kind: type[_T], value: object, where: str) -> _T:
 
 # -- version 0.1.0 --------------------------------------------------------------------------------
 
-_OLD = re.compile(r"lock|chat\.jsonl|document-[0-9a-f]{16}\.txt|cache-[0-9a-f]{16}\.safetensors")
+_OLD = re.compile(r"chat\.jsonl|document-[0-9a-f]{16}\.txt|cache-[0-9a-f]{16}\.safetensors")
 _FACTS = "title turns identity seed system pin_system opened_with pending curve no_cache".split()
 
 

@@ -4,7 +4,6 @@ belongs to: model, tokenizer, number formats, policies and budget."""
 from __future__ import annotations
 
 import array
-import contextlib
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import minikv
 from minikv.cache.budget import Budget
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.report import clipped, size
+from minikv.chat.report import size
 from minikv.chat.transcript import (
     OVERFLOWS,
     REUSES,
@@ -190,35 +189,20 @@ class Saved:
 
 
 def held(name: str) -> ChatFile:
-    """Open a chat for reading and saving, and lock it. Rewrites it first if an earlier version
-    saved it, or if only its cache is damaged. Raises UsageError."""
+    """Open a chat for reading and saving, and lock it. Converts it first if an earlier version
+    saved it. Raises UsageError."""
     check_name(name)
     folder = chats_folder() / name
     with damage(name):
         if is_old(folder):
-            _write_anew(name, old_rows(folder))
+            rows = old_rows(folder)
+            read_from(name, rows)  # an unreadable chat must not replace a readable one
+            renew(name, {table: rows(table) for table in TABLES})
             saved = os.stat(folder / TRANSCRIPT)
             os.utime(folder / FILE, ns=(saved.st_atime_ns, saved.st_mtime_ns))
         if os.path.lexists(folder / TRANSCRIPT):
             remove_old(folder)
-        file = ChatFile(name, lock=True)
-        if not file.wrong:
-            return file
-        with contextlib.closing(file):
-            _write_anew(name, file.rows, f"its file was damaged: {clipped(file.wrong, 100)}")
         return ChatFile(name, lock=True)
-
-
-def _write_anew(name: str, rows: Rows, no_cache: str = "") -> None:
-    """Write a new file for a chat. no_cache: why the new file has no cache; "" if it has one.
-    Raises OSError and `DAMAGE`."""
-    read_from(name, rows)  # an unreadable chat must not replace a readable one
-    made = {table: rows(table) for table in TABLES if table != "cache" or not no_cache}
-    if no_cache:
-        ((_, tokens),) = made["chat"]
-        facts = {**facts_of(rows), "cache": 0, "no_cache": no_cache}
-        made |= {"chat": [(json.dumps(facts), tokens)], "cache": ()}
-    renew(name, made)
 
 
 def resumed(settings: Settings, name: str, given: Collection[str]) -> Settings:
