@@ -10,11 +10,14 @@ import pytest
 from minikv.errors import UsageError
 
 
-def refused(says: str, act: Callable[..., object], *given: Any, **named: Any) -> UsageError:
-    """The UsageError of this call, whose one line has the pattern `says`."""
-    with pytest.raises(UsageError, match=says) as caught:
+def refused(
+    says: str, act: Callable[..., object], *given: Any, error: Any = UsageError, **named: Any
+) -> Any:
+    """The error of this call, whose one line has the pattern `says`. Its hint is one line, too, and
+    neither reaches a terminal as a command."""
+    with pytest.raises(error, match=says or None) as caught:
         act(*given, **named)
-    assert "\n" not in str(caught.value)
+    assert not {"\n", "\x1b"} & {*str(caught.value), *caught.value.hint}
     return caught.value
 
 

@@ -14,6 +14,7 @@ import typed
 from fakes import BOS, PADDED, ByteTokenizer, ChatML
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from rich.cells import cell_len
 from small_chat import chat_over
 from typed import context, on_screen
@@ -24,7 +25,6 @@ from minikv.cli.chat import kept
 from minikv.cli.chat.kept import SHADES, Kept, Part
 from minikv.cli.screen.terminal import Screen
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 from minikv.models.llama import Llama
 from minikv.models.stream import TextStream
 
@@ -340,8 +340,7 @@ def test_before_the_first_turn() -> None:
 )
 def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
     for line in lines.split("|"):
-        with pytest.raises(UsageError, match=re.escape(said)):
-            kept._kept(context(asked), line.split())
+        refused(re.escape(said), kept._kept, context(asked), line.split())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typed
+from refusals import refused
 from typed import context, fake_chat
 
 import minikv
@@ -19,7 +20,7 @@ from minikv.cli.chat import kept
 from minikv.cli.documents import commands
 from minikv.cli.documents.commands import usage
 from minikv.cli.screen import render
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import Interrupted
 
 Run = Callable[..., str]
 
@@ -83,8 +84,7 @@ def test_a_file_that_is_named_twice_is_read_once(
 
 
 def test_one_bad_file_adds_none(run: Run, session: ChatSession, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        run("add", file(tmp_path, "good.txt"), str(tmp_path / "bad.txt"))
+    refused("no such file", run, "add", file(tmp_path, "good.txt"), str(tmp_path / "bad.txt"))
     assert session.pending == []
 
 
@@ -189,13 +189,11 @@ def test_drop_of_a_read_document_starts_anew_without_it(
 def test_drop_refuses_what_it_cannot_find(
     run: Run, session: ChatSession, arguments: list[str], message: str, hint: str
 ) -> None:
-    with pytest.raises(UsageError, match="no document to drop"):
-        run("drop", *arguments)
+    refused("no document to drop", run, "drop", *arguments)
     session.attach("x", "a.txt")
     session.attach("y", "b.txt")
-    with pytest.raises(UsageError, match=message) as error:
-        run("drop", *arguments)
-    assert hint in error.value.hint
+    error = refused(message, run, "drop", *arguments)
+    assert hint in error.hint
     assert len(session.pending) == 2
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 from terminals import Terminals
 
 from minikv.cli.documents import named as sources
 from minikv.cli.documents import text as documents
 from minikv.cli.documents.named import PipedLines, Reader, read
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import Interrupted
 
 HERE = Path(__file__).parents[2]
 
@@ -140,16 +141,14 @@ def test_what_means_nothing_is_one_line(
     tree(tmp_path, "other/.hidden")
     tree(tmp_path, "other/x", data=bytes(256))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as caught:
-        read([named], Reader())
-    assert str(caught.value) == message
-    assert caught.value.hint.startswith(hint)
-    assert "\n" not in caught.value.hint
+    caught = refused("", read, [named], Reader())
+    assert str(caught) == message
+    assert caught.hint.startswith(hint)
+    assert "\n" not in caught.hint
 
 
 def test_an_address_with_a_wildcard_is_an_address() -> None:
-    with pytest.raises(UsageError, match="is an address"):
-        read(["https://x.org/?q=1*"], Reader())
+    refused("is an address", read, ["https://x.org/?q=1*"], Reader())
 
 
 def test_too_many_files_are_refused_and_not_cut(
@@ -163,12 +162,10 @@ def test_too_many_files_are_refused_and_not_cut(
     assert read([str(tmp_path)], Reader())[1][2:] == ["  2: 1 characters", "  and 1 more"]
     tree(tmp_path, "4")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="means more than 3 files"):
-            names(named)
+        refused("means more than 3 files", names, named)
     tree(tmp_path, "5", "6")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="means more than 5 files"):
-            names(named)
+        refused("means more than 5 files", names, named)
 
 
 def test_the_size_limit_holds_for_a_whole_directory(
@@ -181,8 +178,7 @@ def test_the_size_limit_holds_for_a_whole_directory(
     _, notes = read([str(tmp_path)], Reader())
     assert notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
-    with pytest.raises(UsageError, match="is larger than"):
-        names(tmp_path)
+    refused("is larger than", names, tmp_path)
 
 
 def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) -> None:
@@ -199,9 +195,8 @@ def test_hostile_names_of_a_directory_are_one_clean_line(tmp_path: Path) -> None
     tree(tmp_path, "a\x1b]0;b\nc.txt")
     texts, _ = read([str(tmp_path)], Reader())
     assert texts[0].name == "a]0;b c.txt"
-    with pytest.raises(UsageError) as caught:
-        read(["\x1bno*"], Reader())
-    assert "\x1b" not in str(caught.value)
+    caught = refused("", read, ["\x1bno*"], Reader())
+    assert "\x1b" not in str(caught)
 
 
 def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path) -> None:
