@@ -18,6 +18,7 @@ import pytest
 import typed
 from exports import HEADS, HOSTILE, LAYERS, chat, large
 from fakes import END, ByteTokenizer, ThinkML
+from refusals import failing, refused
 
 from minikv.chat.session import ChatSession
 from minikv.cli.chat.slash import Context
@@ -47,25 +48,25 @@ def bits(text: str) -> list[int]:
     return [i for i in range(8 * len(data)) if data[i >> 3] >> (i & 7) & 1]
 
 
+def text_of(facts: ChatFacts, start: int, end: int) -> str:
+    return "".join(piece or "" for piece in facts.text[start:end])
+
+
 def test_the_json_has_the_facts_of_the_chat() -> None:
     session = spoken()
     made: Any = json.loads(rendered(gather(session), ".json"))
-    assert [(t["question"], t["answer"], t["documents"]) for t in made["turns"]] == [
-        ("who?", session.messages[2].content, [0, 1]),
-        ("why?", session.messages[4].content, []),
-    ]
+    one, two = (session.messages[n].content for n in (2, 4))
+    told = [(t["question"], t["answer"], t["documents"]) for t in made["turns"]]
+    assert told == [("who?", one, [0, 1]), ("why?", two, [])]
     assert [t["record"] for t in made["turns"]] == [r.to_dict() for r in session.reports]
-    assert made["documents"] == [
-        {"name": "story.txt", "characters": 12},
-        {"name": None, "characters": 8},
-    ]
+    documents = [(d["name"], d["characters"], len(d)) for d in made["documents"]]
+    assert documents == [("story.txt", 12, 2), (None, 8, 2)]
     text = made["tokens"]["text"]
     assert len(text) == len(session.fed)
     assert "".join(piece or "" for piece in text) == session.tokenizer.decode(session.fed)
     assert text[0] is None, "a control token has no text"
-    assert [[bits(head) for head in layer] for layer in made["kept"]] == [
-        [session.kept(i, h).tolist() for h in range(HEADS)] for i in range(LAYERS)
-    ]
+    kept = [[session.kept(i, h).tolist() for h in range(HEADS)] for i in range(LAYERS)]
+    assert [[bits(head) for head in layer] for layer in made["kept"]] == kept
     assert [tuple(point) for point in made["curve"]] == session.curve
     assert len(made["curve"]) == 4
     assert (made["format"], made["version"]) == ("minikv chat", 1)
@@ -82,30 +83,26 @@ def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> Non
     assert [turn.thoughts for turn in facts.turns] == ["Is it Ada? Yes, <b>Ada</b>."] * 2
     spans = {s.label: (s.start, s.end) for s in facts.sections}
     for number in (1, 2):
-        begin, end = spans[f"answer {number}"]
-        shown = "".join(piece or "" for piece in facts.text[begin:end])
-        assert (shown, session.fed[end : end + 1]) == ("Ada", [END] if number == 1 else [])
+        _, end = span = spans[f"answer {number}"]
+        after = [END] if number == 1 else []
+        assert (text_of(facts, *span), session.fed[end : end + 1]) == ("Ada", after)
     folded = f"<details><summary>thought for {len(text) - 5} tokens</summary>"
     assert page.render(facts).count(folded) == 2
 
 
 def test_sections_hold_the_texts() -> None:
+    """From the first byte of the first character on."""
     facts = gather(spoken())
-    found = {
-        (s.kind, s.label): "".join(p or "" for p in facts.text[s.start : s.end])
-        for s in facts.sections
-    }
+    one, two = (turn.answer for turn in facts.turns)
+    found = {s.label: (s.kind, text_of(facts, s.start, s.end)) for s in facts.sections}
     assert found == {
-        ("document", "story.txt"): "a long störy",
-        ("document", "document 2"): "nameless",
-        ("question", "question 1"): "who?",
-        ("answer", "answer 1"): facts.turns[0].answer,
-        ("question", "question 2"): "why?",
-        ("answer", "answer 2"): facts.turns[1].answer,
+        "story.txt": ("document", "a long störy"),
+        "document 2": ("document", "nameless"),
+        "question 1": ("question", "who?"),
+        "answer 1": ("answer", one),
+        "question 2": ("question", "why?"),
+        "answer 2": ("answer", two),
     }
-
-
-def test_a_section_begins_with_the_first_byte_of_its_first_character() -> None:
     session = chat()
     session.attach("é is é")
     list(session.ask("q"))
@@ -143,9 +140,7 @@ class Elements(HTMLParser):
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.text = ""
-        self.inside = False
+        self.texts, self.text, self.inside = list[str](), "", False
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -194,9 +189,8 @@ def test_the_page_runs_and_loads_nothing_whatever_its_text(facts: ChatFacts) -> 
         assert not re.search(r"url\(|@import", style)
         (policy,) = (given["content"] for _, given in elements.tags if "http-equiv" in given)
         digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-        assert policy == (
-            f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-        )
+        only = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'"
+        assert policy == f"{only}; form-action 'none'"
         assert html.index("Content-Security-Policy") < html.index("<style")
     assert "</script><b>" in elements.text, "the answer is there, as text"
 
@@ -224,10 +218,9 @@ def test_every_token_and_every_head_is_shaded_by_what_is_held() -> None:
     held = [sum(t in rows for rows in kept.values()) for t in range(tokens)]
     assert 0 < held.count(0) < tokens
     spans = elements.titled("span")
-    assert [title for _, title, _ in spans] == [
-        f"token {t}: {by} of 6 heads" for t, by in enumerate(held)
-    ]
-    tenths = {0: "s0", 1: "s2", 2: "s4", 3: "s5", 4: "s7", 5: "s9", 6: "s10"}
+    titles = [f"token {t}: {by} of 6 heads" for t, by in enumerate(held)]
+    assert [title for _, title, _ in spans] == titles
+    tenths = "s0 s2 s4 s5 s7 s9 s10".split()
     assert [look.split()[-1] for look, _, _ in spans] == [tenths[by] for by in held]
     text = "".join(text for _, _, text in spans if text != "·")
     assert text == session.tokenizer.decode(session.fed)
@@ -244,10 +237,8 @@ def test_the_table_of_memory_has_the_curve(facts: ChatFacts) -> None:
     html = page.render(replace(facts, curve=((50, 1024, 4096), (100, 2048, 2048))))
     for row in ("50</td><td>1.0 KiB</td><td>4.0 KiB</td><td>75.0%", "2.0 KiB</td><td>nothing"):
         assert row in html
-    assert re.findall(r'class="(\w+)"\s+width="([\d.]+)" height="4"', html) == [
-        *(("rail", "100.0"), ("bar", "25.0")),
-        *(("rail", "50.0"), ("bar", "50.0")),
-    ]
+    bars = re.findall(r'class="(\w+)"\s+width="([\d.]+)" height="4"', html)
+    assert bars == [("rail", "100.0"), ("bar", "25.0"), ("rail", "50.0"), ("bar", "50.0")]
 
 
 def test_a_page_of_eight_thousand_tokens_and_256_heads_is_small(facts: ChatFacts) -> None:
@@ -304,12 +295,9 @@ def run(context: Context, *arguments: object) -> str:
     return typed.run(page.COMMANDS, context, "export", *map(str, arguments))
 
 
-@pytest.mark.parametrize(
-    ("name", "start"),
-    [("a.html", "<!doctype html>"), ("b.HTML", "<!doctype html>"), ("c d.json", '{\n "format"')],
-)
+@pytest.mark.parametrize("name", ["a.html", "b.HTML", "c d.json"])
 def test_export_writes_what_the_name_says_and_replaces_only_when_told(
-    context: Context, tmp_path: Path, name: str, start: str
+    context: Context, tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / name
     assert name in run(context, path)
@@ -317,71 +305,47 @@ def test_export_writes_what_the_name_says_and_replaces_only_when_told(
     os.umask(umask)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
     path.write_text("mine")
-    with pytest.raises(UsageError, match="exists") as caught:
-        run(context, path)
-    assert "--force" in caught.value.hint
+    assert "--force" in refused("exists", run, context, path).hint
     assert path.read_text() == "mine"
     run(context, path, "--force")
+    start = '{\n "format"' if name.endswith("json") else "<!doctype html>"
     assert path.read_text("utf-8").startswith(start)
     assert os.listdir(tmp_path) == [name], "no temporary file stays"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "takes one file"),
-        (["a.html", "b.html"], "takes one file"),
-        (["--froce"], "takes one file"),
-        (["a.docx"], "cannot tell"),
-        (["a"], "cannot tell"),
-        ([".html"], "cannot tell"),
-        (["no/such/dir/a.html"], "no directory"),
-        (["folder.html"], "not a regular file"),
-        (["folder.html", "--force"], "not a regular file"),
-        (["link.html", "--force"], "not a regular file"),
-        (["a.md"], "writes no Markdown"),
-        (["x" * 300 + ".html"], "File name too long"),
-    ],
-)
-def test_export_refuses(
-    context: Context,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    said: str,
-) -> None:
+def test_export_refuses(context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "link.html").symlink_to("/dev/null")
-    with pytest.raises(UsageError, match=said):
-        run(context, *arguments)
-    assert sorted(os.listdir(tmp_path)) == ["folder.html", "link.html"]
+    for line, said in {
+        "": "takes one file",
+        "a.html b.html": "takes one file",
+        "--froce": "takes one file",
+        "a.docx": "cannot tell",
+        "a": "cannot tell",
+        ".html": "cannot tell",
+        "no/such/dir/a.html": "no directory",
+        "folder.html": "not a regular file",
+        "folder.html --force": "not a regular file",
+        "link.html --force": "not a regular file",
+        "a.md": "writes no Markdown",
+        f"{'x' * 300}.html": "File name too long",
+    }.items():
+        refused(said, run, context, *line.split())
+        assert sorted(os.listdir(tmp_path)) == ["folder.html", "link.html"], line
     context.session.turns.clear()
-    with pytest.raises(UsageError, match="nothing to export"):
-        run(context, "a.html")
+    refused("nothing to export", run, context, "a.html")
 
 
-@pytest.mark.parametrize(
-    ("broken", "error"),
-    [
-        *((name, OSError(errno.ENOSPC, "No space left")) for name in ("fsync", "replace")),
-        ("fsync", KeyboardInterrupt("No space left")),
-    ],
-)
+@pytest.mark.parametrize("broken", ["fsync", "replace", "Ctrl-C"])
 def test_a_failed_write_leaves_what_was_there(
-    context: Context,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    broken: str,
-    error: BaseException,
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     path = tmp_path / "a.html"
     path.write_text("mine")
-
-    def fail(*_: object) -> None:
-        raise error
-
-    monkeypatch.setattr(f"minikv.cli.export.page.os.{broken}", fail)
+    full, stopped = OSError(errno.ENOSPC, "No space left"), KeyboardInterrupt("No space left")
+    call, error = ("fsync", stopped) if broken == "Ctrl-C" else (broken, full)
+    monkeypatch.setattr(f"minikv.cli.export.page.os.{call}", failing(error))
     with pytest.raises((UsageError, KeyboardInterrupt), match="No space left"):
         run(context, path, "--force")
     assert path.read_text() == "mine"

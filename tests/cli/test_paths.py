@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from typed import invoke
 
 from minikv.cli import paths
 from minikv.cli.saved import keeper
 from minikv.cli.saved.database import new_folder
 from minikv.cli.screen.editor import history_in
-from minikv.errors import UsageError
 
 FILES = {
     paths.config_file: ("XDG_CONFIG_HOME", ".config/minikv", "config.toml"),
@@ -53,15 +53,13 @@ def test_without_a_home_directory(
     for name in ("MINIKV_HOME", *(variable for variable, _, _ in FILES.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    with pytest.raises(UsageError, match="no home directory") as caught:
-        where()
-    assert "MINIKV_HOME" in caught.value.hint
+    caught = refused("no home directory", where)
+    assert "MINIKV_HOME" in caught.hint
 
 
 def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
-    with pytest.raises(UsageError, match="a user who does not exist: '~no-such-user/x'"):
-        paths.chats_folder()
+    refused("a user who does not exist: '~no-such-user/x'", paths.chats_folder)
 
 
 @pytest.mark.parametrize(

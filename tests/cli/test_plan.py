@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,10 @@ from fakes import PADDED
 from lettered import over
 from llama_8b import LLAMA
 from pairwise import pairwise
+from refusals import refused
 from safetensors.torch import load_file
 from small import network
+from small_chat import reported
 from typed import body, invoke, printed, screen
 
 import minikv
@@ -44,37 +47,13 @@ from minikv.settings import Generation, Settings, settings_of
 
 # Every kind of reading: nothing observed, the last queries, all queries, none; blocks; a decode
 # policy that waits for attention, one that does not, one with wide columns, and none.
-CASES = [
-    ("full", "auto", 0),
-    ("adakv", "auto", 0),
-    ("adakv", "none", 0),
-    ("snapkv", "hashevict", 0),
-    ("pyramidkv", "scissorhands", 0),
-    ("h2o", "auto", 0),
-    ("tova", "auto", 0),
-    ("streaming", "auto", 0),
-    ("keydiff", "none", 0),
-    ("expected", "auto", 0),
-    ("nacl", "h2o", 0),
-    ("kvcrush", "l2", 0),
-    ("snapkv+global", "auto", 0),
-    ("h2o+global", "none", 0),
-    ("keydiff+global", "none", 0),
-    ("dropkv", "none", 0),
-    ("global-span", "roco", 0),
-    ("full", "roco", 0),
-    ("roco", "auto", 32),
-    ("streaming", "auto", 32),
-    ("h2o", "auto", 8),
-]
-
-SOME = [
-    ("full", "auto", 0),
-    ("adakv", "auto", 0),
-    ("keydiff", "none", 0),
-    ("defensive+global", "auto", 0),
-    ("roco", "auto", 32),
-]
+CASES = """
+full/auto adakv/auto adakv/none snapkv/hashevict pyramidkv/scissorhands h2o/auto tova/auto
+streaming/auto keydiff/none expected/auto nacl/h2o kvcrush/l2 snapkv+global/auto h2o+global/none
+keydiff+global/none dropkv/none global-span/roco full/roco roco/auto/32 streaming/auto/32 h2o/auto/8
+"""
+SOME = "full/auto adakv/auto keydiff/none defensive+global/auto roco/auto/32"
+"""A policy, a decode policy, and a stride if there is one."""
 
 
 @pytest.fixture(autouse=True)
@@ -134,21 +113,20 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
 
 @pytest.mark.parametrize(
     ("form", "told"),
-    [
-        ("int8", "bfloat16, the layers in int8\n"),
-        ("int4", "bfloat16, the layers in int4\n"),
-        ("int8+head", "bfloat16, the layers in int8, the head in int8\n"),
-        ("int4+head", "bfloat16, the layers in int4, the head in int8\n"),
-    ],
+    {
+        "int8": "bfloat16, the layers in int8\n",
+        "int4": "bfloat16, the layers in int4\n",
+        "int8+head": "bfloat16, the layers in int8, the head in int8\n",
+        "int4+head": "bfloat16, the layers in int4, the head in int8\n",
+    }.items(),
 )
 def test_packed_weights_are_counted_to_the_byte(form: str, told: str) -> None:
-    made = of(None, 1000, weights=form, device="cpu")
-    there = minikv.load(weights=form, device="cpu", tier="none")
+    given = {"weights": form, "device": "cpu"}
+    made, there = of(None, 1000, **given), minikv.load(**given, tier="none")
     assert made.weights == there.facts.weight_bytes
     assert made.kept == form == there.facts.form
-    text = run(None, "1000", weights=form, device="cpu")
-    assert f"weights   {made.weights / 2**20:.1f} MiB in {told}" in text
-    assert record(None, "1000", weights=form, device="cpu")["kept"] == form
+    assert f"weights   {made.weights / 2**20:.1f} MiB in {told}" in run(None, "1000", **given)
+    assert record(None, "1000", **given)["kept"] == form
 
 
 def test_packed_weights_are_planned_where_they_run() -> None:
@@ -163,35 +141,29 @@ def test_packed_weights_are_planned_where_they_run() -> None:
 
 
 @pytest.mark.parametrize(
-    "raw",
+    ("family", "raw"),
     [
-        {"model_type": "llama"},
-        {"model_type": "llama", "tie_word_embeddings": True},
-        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-        {"model_type": "llama", "head_dim": 10},
-        {"model_type": "mistral", "sliding_window": 64},
-        {"model_type": "mistral", "head_dim": 24},
-        {"model_type": "qwen2"},
-        {"model_type": "qwen2", "tie_word_embeddings": True},
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"head_dim": 10}),
+        ("mistral", {"sliding_window": 64}),
+        ("mistral", {"head_dim": 24}),
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
     ],
+    ids=str,
 )
 def test_random_models_of_transformers_are_counted_to_the_parameter(
-    raw: dict[str, Any], tmp_path: Path
+    family: str, raw: dict[str, Any], tmp_path: Path
 ) -> None:
     from transformers import AutoConfig
 
-    _, kind = classes(raw["model_type"])
-    sizes = {
-        "architectures": [kind.__name__],
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 101,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
+    _, kind = classes(family)
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101}
+    sizes |= {"max_position_embeddings": 512, "tie_word_embeddings": False}
+    sizes |= {"model_type": family, "architectures": [kind.__name__]}
     (tmp_path / "config.json").write_text(json.dumps(sizes | raw))
     model = kind(AutoConfig.from_pretrained(tmp_path))
     counted = sum(p.numel() for p in model.parameters())  # a tied head is one parameter
@@ -226,16 +198,13 @@ def sliding() -> ChatSession:
 
 
 def planned_by(
-    eviction: EvictionConfig,
-    config: ModelConfig,
-    tokens: int,
-    answer: int,
-    kept: torch.dtype = torch.float32,
+    eviction: EvictionConfig, config: ModelConfig, tokens: int, kept: torch.dtype = torch.float32
 ) -> tuple[Plan, Setup]:
+    """For an answer of five tokens."""
     shape = shape_of(config)
     ops = likely("auto", shape, torch.float32, gpu=False)
     machine = Machine(shape, torch.float32, kept, lambda _: 0, ops=ops)
-    return machine.plan(eviction, tokens, answer)
+    return machine.plan(eviction, tokens, 5)
 
 
 def allocated(made: Plan, setup: Setup) -> int:
@@ -248,18 +217,17 @@ def asked(session: ChatSession, eviction: EvictionConfig, text: str, answer: int
     session.reset()
     session.attach(text)
     list(session.ask("What is it?", max_tokens=answer))
-    assert session.report is not None
-    return session.report
+    return reported(session)
 
 
 def measured_and_planned(
-    session: ChatSession, eviction: EvictionConfig, text: str, answer: int = 5
+    session: ChatSession, eviction: EvictionConfig, text: str
 ) -> list[tuple[int, int]]:
     """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
     session.recall.kind = "none"  # with a tier in RAM the layer that is read is a part of that
-    report, config = asked(session, eviction, text, answer), config_of(session)
+    report, config = asked(session, eviction, text), config_of(session)
     tokens, kv_bytes = report.tokens, report.kv_bytes
-    made, setup = planned_by(eviction, config, tokens.prompt_new, answer)
+    made, setup = planned_by(eviction, config, tokens.prompt_new)
     seen = session.engine.kv.position
     full = sum(min(seen, (window or 1 << 40) - 1) for window in config.windows)
     return [
@@ -271,8 +239,7 @@ def measured_and_planned(
 
 
 def config_of(session: ChatSession) -> ModelConfig:
-    network: Any = session.engine.network
-    found: ModelConfig = network.config
+    found: ModelConfig = session.engine.network.config
     return found
 
 
@@ -282,18 +249,17 @@ MILL = "The mill on the river is run by Ada, who came from Velgate. "
 @pytest.mark.parametrize(
     ("which", "case"),
     [
-        pytest.param(which, case, id="-".join(map(str, (which, *case))))
-        for which, cases in (("bundled", CASES), ("deep", SOME), ("sliding", SOME))
-        for case in cases
+        *(("bundled", case) for case in CASES.split()),
+        *product(["deep", "sliding"], SOME.split()),
     ],
 )
 def test_the_planned_bytes_are_those_of_a_real_run(
-    which: str, case: tuple[str, str, int], request: pytest.FixtureRequest
+    which: str, case: str, request: pytest.FixtureRequest
 ) -> None:
     session: ChatSession = request.getfixturevalue(which)
-    policy, decode, stride = case
+    policy, decode, *stride = case.split("/")
     for budget in ("72", "600"):  # below the prompt, and above it
-        choice = EvictionConfig.read(policy, decode, budget, stride=stride)
+        choice = EvictionConfig.read(policy, decode, budget, stride=int(*stride))  # or 0
         measured, planned = zip(*measured_and_planned(session, choice, MILL * 4), strict=True)
         if which == "sliding":  # rows slide out of a window one by one: a bound
             assert measured[2] <= planned[2] <= 1.05 * measured[2]
@@ -319,13 +285,10 @@ def test_what_is_read_twice_stays_below_its_plan(
     session.recall.kind, session.reuse = tier, "once"
     report = asked(session, choice, MILL * 20)
     session.recall.kind = "none"
-    made, setup = planned_by(choice, config_of(session), report.tokens.prompt_new, 5)
+    made, setup = planned_by(choice, config_of(session), report.tokens.prompt_new)
     assert made.repeats
-    planned = peak(made, setup).reading
-    if tier == "file":
-        in_file = peak(made, setup, in_file=True).reading
-        assert in_file < planned
-        planned = in_file
+    assert peak(made, setup, in_file=True).reading < peak(made, setup).reading
+    planned = peak(made, setup, in_file=tier == "file").reading
     assert report.kv_bytes.peak_prefill <= planned <= 1.05 * report.kv_bytes.peak_prefill
     assert report.kv_bytes.allocated <= peak(made, setup).writing
 
@@ -347,8 +310,8 @@ def test_the_plan_tells_what_is_read_twice() -> None:
     assert "MiB of RAM" in said
     assert "tier" not in said
     assert "scoring" not in run(None, "2k", policy="keydiff", budget="64")
-    said = words(None, "8190", **alone)
-    assert "kvzip has the model repeat what it has read, and 2 of 8,192" in said
+    repeats = "kvzip has the model repeat what it has read, and 2 of 8,192"
+    assert repeats in words(None, "8190", **alone)
 
 
 def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
@@ -366,8 +329,7 @@ def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
         assert [row["suffices"] for row in rows] == [False]
     rows = record(None, "8150", policy="kvzip,keydiff", budget="512")["rows"]
     assert [row["suffices"] for row in rows] == [False, True]
-    with pytest.raises(UsageError, match="too small"):
-        run(None, "2000", policy="kvzip", budget="4")
+    refused("too small", run, None, "2000", policy="kvzip", budget="4")
 
 
 @pytest.mark.parametrize("budget", ["30%", "300KiB"])
@@ -491,28 +453,19 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
         assert made[-1]["suffices"] is True
 
 
+INT8, INT4 = "--weights int8", "--weights int4"
+
+
 @pytest.mark.parametrize(
     ("memory", "tokens", "device", "flags", "kept"),
     [
         ("80GiB", "16k", "cpu", "", "all of it fits: nothing is evicted"),
         ("16GiB", "16k", "cpu", "", "2,100 tokens per head fit: 13% of what is read"),
-        (
-            "12GiB",
-            "16k",
-            "cpu",
-            "--weights int8",
-            "10,000 tokens per head fit: 62% of what is read",
-        ),
-        ("8GiB", "100k", "cpu", "--weights int4", "3,300 tokens per head fit: 3% of what is read"),
-        (
-            "6.3GiB",
-            "100k",
-            "cpu",
-            "--weights int4+head --policy roco --stride 32",
-            "of what is read",
-        ),
-        ("12GiB", "4k", "cuda", "--weights int8", "nothing is evicted"),
-        ("8GiB", "4k", "cuda", "--weights int4", ""),
+        ("12GiB", "16k", "cpu", INT8, "10,000 tokens per head fit: 62% of what is read"),
+        ("8GiB", "100k", "cpu", INT4, "3,300 tokens per head fit: 3% of what is read"),
+        ("6.3GiB", "100k", "cpu", f"{INT4}+head --policy roco --stride 32", "of what is read"),
+        ("12GiB", "4k", "cuda", INT8, "nothing is evicted"),
+        ("8GiB", "4k", "cuda", INT4, ""),
     ],
 )
 def test_what_is_suggested_fits(
@@ -568,14 +521,12 @@ def test_a_policy_of_the_selection_that_the_budget_is_too_small_for_says_so() ->
     assert "is too small for snapkv" in text
     assert "the smallest useful budget here is" in words(None, "2000", budget="16")
     assert "streaming" in text
-    with pytest.raises(UsageError, match="too small"):
-        run(None, "2000", policy="snapkv", budget="16")
+    refused("too small", run, None, "2000", policy="snapkv", budget="16")
 
 
 def test_policies_decode_and_options_are_the_users() -> None:
-    def rows(**given: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = record(None, "2000", **given)["rows"]
-        return found
+    def rows(**given: Any) -> Any:
+        return record(None, "2000", **given)["rows"]
 
     made = [(row["policy"], row["decode"]) for row in rows(policy="snapkv, h2o", decode="none")]
     assert made == [("snapkv", "none"), ("h2o", "none")]
@@ -588,43 +539,32 @@ def test_policies_decode_and_options_are_the_users() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("tokens", "given", "message"),
     [
-        ({"tokens": "lots"}, "cannot read the number of tokens 'lots'"),
-        ({"tokens": "0"}, "cannot read"),
-        ({"tokens": "-5"}, "cannot read"),
-        ({"tokens": "1.5"}, "cannot read"),
-        ({"tokens": "10000M"}, "cannot read"),
-        ({"tokens": "5", "policy": "adakb"}, "unknown policy 'adakb'"),
-        ({"tokens": "5", "policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
-        ({"tokens": "5", "budget": "lots"}, "the budget cannot be"),
+        ("lots", {}, "cannot read the number of tokens 'lots'"),
+        *((tokens, {}, "cannot read") for tokens in ("0", "-5", "1.5", "10000M")),
+        ("5", {"policy": "adakb"}, "unknown policy 'adakb'"),
+        ("5", {"policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
+        ("5", {"budget": "lots"}, "the budget cannot be"),
         (
-            {"tokens": "5", "dtype": "int3"},
-            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3'",
+            "5",
+            {"dtype": "int3"},
+            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3",
         ),
-        ({"tokens": "5", "device": "tpu"}, "unknown device 'tpu'"),
-        ({"tokens": "5", "device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
-        ({"tokens": "5", "memory": "512"}, "'512' is not a size"),
-        ({"tokens": "5", "memory": "much"}, "is not a size"),
+        ("5", {"device": "tpu"}, "unknown device 'tpu'"),
+        ("5", {"device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
+        ("5", {"memory": "512"}, "'512' is not a size"),
+        ("5", {"memory": "much"}, "is not a size"),
     ],
+    ids=str,
 )
-def test_bad_input_is_one_line(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as caught:
-        run(None, given.pop("tokens"), **given)
-    assert "\n" not in str(caught.value)
+def test_bad_input_is_one_line(tokens: str, given: dict[str, Any], message: str) -> None:
+    refused(message, run, None, tokens, **given)
 
 
 def test_numbers_of_tokens() -> None:
-    numbers = {
-        "100k": 100_000,
-        "32Ki": 32_768,
-        "1.5M": 1_500_000,
-        "8,192": 8192,
-        "1Mi": 1 << 20,
-        "12_000": 12_000,
-        " 7 ": 7,
-        "128K": 128_000,
-    }
+    numbers = {"100k": 100_000, "32Ki": 32_768, "1.5M": 1_500_000, "8,192": 8192, "1Mi": 1 << 20}
+    numbers |= {"12_000": 12_000, " 7 ": 7, "128K": 128_000}
     assert {text: read_count(text, "--tokens") for text in numbers} == numbers
 
 
@@ -657,12 +597,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return made
 
 
-def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) -> None:
-    hub.answer = BUNDLED / "config.json"
-    assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
-    assert hub.asked == [("owner/model", "config.json", "abc")]
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -670,6 +604,7 @@ def test_of_a_hub_model_only_the_configuration_is_fetched(hub: SimpleNamespace) 
         (["README.md"], "has no config.json"),
         ([], "has no config.json"),
     ],
+    ids=str,
 )
 def test_a_repository_without_a_configuration(
     hub: SimpleNamespace, names: list[str], message: str
@@ -677,14 +612,7 @@ def test_a_repository_without_a_configuration(
     hub.names = names
     with pytest.raises(ModelError, match=message) as caught:
         run("owner/model", "1000")
-    assert caught.value.exit_code == 3
-    assert hub.asked == []
-
-
-def test_a_cached_configuration_needs_no_network(hub: SimpleNamespace) -> None:
-    hub.cached = str(BUNDLED / "config.json")
-    assert "owner/model" in run("owner/model", "1000", offline=True)
-    assert hub.asked == []
+    assert (caught.value.exit_code, hub.asked) == (3, [])
 
 
 def test_without_a_network_there_is_one_line(
@@ -705,13 +633,22 @@ def test_without_a_network_there_is_one_line(
     assert [line for line in rest if not line.startswith("  check the network")] == []
 
 
-def test_offline_and_not_cached(hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_hub_model_only_the_configuration_is_fetched(
+    hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cached one needs no network."""
     with pytest.raises(ModelUnavailable, match="offline"):
         run("owner/model", "1000", offline=True)
+    hub.cached = str(BUNDLED / "config.json")
+    assert "owner/model" in run("owner/model", "1000", offline=True)
+    assert hub.asked == []
+    hub.cached, hub.answer = None, BUNDLED / "config.json"
+    assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
+    assert hub.asked == [("owner/model", "config.json", "abc")]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelUnavailable, match="offline"):
         run("owner/model", "1000")
-    assert hub.asked == []
+    assert len(hub.asked) == 1
 
 
 def test_the_number_format_is_the_checkpoints(tmp_path: Path) -> None:
@@ -732,7 +669,7 @@ def test_codes_are_planned_as_they_are_kept() -> None:
         choice = EvictionConfig.read("adakv", "roco", budget)
         report = asked(session, choice, MILL * 20)
         prompt, config = report.tokens.prompt_new, config_of(session)
-        coded, wide = (planned_by(choice, config, prompt, 5, *kept) for kept in ((torch.int8,), ()))
+        coded, wide = (planned_by(choice, config, prompt, *kept) for kept in ((torch.int8,), ()))
         held = report.kv_bytes.allocated
         assert held == allocated(*coded) < allocated(*wide) * 1.1
         assert report.kv_bytes.peak_prefill <= peak(*coded).reading

@@ -32,6 +32,14 @@ def invoke(*arguments: str, **given: Any) -> Result:
     return CliRunner().invoke(app, list(arguments), **given)
 
 
+def fails(done: Result, code: int, *says: str) -> str:
+    """What a command said that ended with this code, with all of these texts and no traceback."""
+    assert done.exit_code == code, done.output
+    assert [text for text in says if text not in done.stderr] == [], done.stderr
+    assert "Traceback" not in done.output
+    return done.stderr
+
+
 def body(app: typer.Typer, *words: str) -> Callable[..., None]:
     """The function of an app's command, as it is behind its flags; words: a command below it."""
     name = words[0] if words else None
@@ -82,6 +90,12 @@ class World:
         if anew:
             self.engine.reset()
         return invoke(*arguments, input=input)
+
+    def ok(self, *arguments: str, **given: Any) -> Result:
+        """As `run`, of a command that succeeds."""
+        done = self.run(*arguments, **given)
+        assert done.exit_code == 0, done.stderr
+        return done
 
 
 def fake_chat(engine: Any = None, **given: Any) -> ChatSession:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from typed import fails, invoke
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.asked import Bench
 from minikv.cli.bench import networks, speed
 from minikv.cli.bench.speed import Cached, Transformers
-from minikv.cli.main import _resume_alone, app
+from minikv.cli.main import _resume_alone
 from minikv.cli.measure import STDOUT, Results
 from minikv.cli.screen import terminal as screen
 from minikv.cli.screen.terminal import Terminal
@@ -75,8 +77,7 @@ def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(networks, "read_rate", lambda size, rounds: next(rates))
     full, evicting = measured(length="128", repeat=2)["rows"]
     assert [full["policy"], evicting["policy"]] == ["full", "snapkv"]
-    assert (full["vs_full"], full["budget"]) == (1.0, "-")
-    assert full["vs_transformers"] is None
+    assert (full["vs_full"], full["budget"], full["vs_transformers"]) == (1.0, "-", None)
     assert evicting["vs_full"] == pytest.approx(full["seconds"] / evicting["seconds"])
     assert evicting["kv_bytes"]["kept_mean"] == 64
     # The prompt and three steps of the warm-up; 2 layers of 2 heads, keys and values of 16.
@@ -100,9 +101,8 @@ def test_rows_of_prompts() -> None:
 def test_int8_weights_and_cache_are_bytes_less() -> None:
     if lacks("int8"):
         pytest.skip("no int8 kernel here")
-    found = [measured("full", "int8", weights)["rows"][0] for weights in ("auto", "int8")]
-    plain, small = found
-    assert [row["name"] for row in found] == ["full kv int8", "full int8 kv int8"]
+    plain, small = (measured("full", "int8", form)["rows"][0] for form in ("auto", "int8"))
+    assert (plain["name"], small["name"]) == ("full kv int8", "full int8 kv int8")
     # A byte a weight in the layers' matrices, with a scale a row; the head stays as it is.
     numbers = 2 * TINY.hidden * (2 * 64 + 2 * 32 + 3 * TINY.mlp)
     assert small["step_bytes"]["weights"] < plain["step_bytes"]["weights"] - numbers // 2
@@ -136,7 +136,10 @@ def test_a_peer_that_fails_costs_only_its_own_rows(monkeypatch: pytest.MonkeyPat
 FULL = EvictionConfig.read("full", "none")
 
 
-def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
+def test_random_weights_are_finite_and_no_two_heads_are_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A block that is smaller than a matrix fills it."""
     net = networks.network(networks.Spec(TINY, dtype="float32"))
     for name, tensor in tensors_of(net):
         assert bool(tensor.isfinite().all())
@@ -148,9 +151,6 @@ def test_random_weights_are_finite_and_no_two_heads_are_alike() -> None:
     first, second = (named[f"model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1))
     assert not torch.equal(first, second)
     assert not torch.equal(first[:16], first[16:32])
-
-
-def test_a_block_that_is_smaller_than_a_matrix_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "_BLOCK", 97)
     net = networks.plain(networks.Spec(TINY, dtype="float32"))
     flat = dict(tensors_of(net))["lm_head.weight"].view(-1)
@@ -205,8 +205,7 @@ def test_transformers_computes_with_the_same_weights(tied: bool) -> None:
 FLAGS = ("--shape", "tiny", "--budget", "64", "--repeat", "1")
 
 
-def bench(*args: str) -> Any:
-    return CliRunner().invoke(app, ["bench", *args])
+bench = partial(invoke, "bench")
 
 
 @pytest.mark.parametrize(
@@ -236,10 +235,7 @@ def bench(*args: str) -> Any:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(flags: str, says: str) -> None:
-    out = bench(*flags.split())
-    assert out.exit_code == 2, out.output
-    assert says in out.stderr
-    assert "Traceback" not in out.output
+    fails(bench(*flags.split()), 2, says)
 
 
 def test_json_alone_means_stdout() -> None:
@@ -262,20 +258,15 @@ def test_all_is_steps_and_prompts_of_one_network(
     assert made.keys() == {*keys.split()}
     assert made["complete"] is True
     assert made["bandwidth"] > 0
+    policies = ("full", DEFAULT_PROMPT)
     assert made["wanted"] == {"shape": "s", "dtype": "bfloat16", "repeat": 1, "steps": 2}
     kinds = [(row["kind"], row["length"], row["policy"]) for row in made["rows"]]
-    assert kinds == [
-        (kind, length, policy)
-        for kind in ("decode", "prefill")
-        for length in (64, 80)
-        for policy in ("full", DEFAULT_PROMPT)
-    ]
+    assert kinds == [*product(("decode", "prefill"), (64, 80), policies)]
     lines = out.stdout.splitlines()
     assert lines[0].startswith("s on ")
     assert "medians of 1 round in turns; 2 steps a decode round; bfloat16" in lines
     begin = lines.index("prefill, 80 tokens")
-    for line, policy in zip(lines[begin + 2 :], ("full", DEFAULT_PROMPT), strict=False):
-        assert line.startswith(policy)
+    assert all(line.startswith(p) for line, p in zip(lines[begin + 2 :], policies, strict=False))
     assert max(map(len, lines[1:])) <= 80
 
 
@@ -309,8 +300,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_made(
     monkeypatch.setattr(networks, "free_memory", lambda device: 3 << 30)
     monkeypatch.setattr(networks, "Llama", lambda *a, **k: pytest.fail("made"))
     out = bench("decode", "--shape", "llama-3-8b", "--no-peer")
-    assert out.exit_code == 4
-    assert "need 15.0 GiB, and 3.0 GiB are free" in out.stderr
+    fails(out, 4, "need 15.0 GiB, and 3.0 GiB are free")
 
 
 def test_no_number_of_a_table_is_cut_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

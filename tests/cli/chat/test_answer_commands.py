@@ -19,6 +19,7 @@ import ggufs
 import pytest
 import torch
 from checkpoints import Spec
+from refusals import refused
 from tiers import MILL, recalling
 from typed import Tty, World, answer_of, context, fake_chat, invoke, on_screen, said, screen
 
@@ -34,7 +35,7 @@ from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.markdown import Answer as Markdown
 from minikv.cli.screen.terminal import Terminal
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import Interrupted
 from minikv.models import BUNDLED
 
 TEXT = "The mill is run by Ada."
@@ -438,12 +439,9 @@ def test_ctrl_c_stops_it_and_the_chat_is_as_it_was(
 
 
 def test_what_cannot_be_is_refused_in_a_line() -> None:
-    with pytest.raises(UsageError, match="no answer to verify"):
-        verified(recalling())
-    with pytest.raises(UsageError, match="takes nothing"):
-        verified(asked(), "/verify all")
-    with pytest.raises(UsageError, match="no tier"):
-        verified(asked(reuse="once"))
+    refused("no answer to verify", verified, recalling())
+    refused("takes nothing", verified, asked(), "/verify all")
+    refused("no tier", verified, asked(reuse="once"))
 
 
 @pytest.mark.parametrize(

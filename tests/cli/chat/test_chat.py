@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typed import World, answer_of, context
+from typed import World, answer_of, fails
 
-from minikv.chat.session import ChatSession
-from minikv.cli.chat.command import converse
 from minikv.cli.documents import named
-from minikv.cli.screen.terminal import Terminal
-from minikv.settings import Generation
 
 TEXT = "The mill is run by Ada."
 
 
 def test_piped_questions_are_turns(world: World, document: str) -> None:
-    result = world.run("chat", document, input="first?\nsecond?\n\n")
-    assert result.exit_code == 0
+    result = world.ok("chat", document, input="first?\nsecond?\n\n")
     first, second = result.stdout.splitlines()
     assert first == answer_of(TEXT, "first?")
     assert first != second
@@ -40,8 +34,7 @@ def test_piped_questions_are_decoded_as_documents_are(
     """As PowerShell and Notepad write them; U+0A3E and U+0D0A have a line end's byte in them."""
     mark = "\ufeff" if encoding.endswith("e") else ""
     text = f"{mark}/tokens\r\nਾഊ first?\r\n\nsecond?"
-    result = world.run("chat", document, input=text.encode(encoding))
-    assert result.exit_code == 0, result.stderr
+    world.ok("chat", document, input=text.encode(encoding))
     assert [turn.question for turn in world.session.turns] == ["ਾഊ first?", "second?"]
 
 
@@ -64,33 +57,26 @@ def test_piped_lines_that_are_no_text_are_refused(
     world: World, document: str, data: bytes, message: str, turns: int
 ) -> None:
     """A wrong line is one, and the chat goes on."""
-    result = world.run("chat", document, input=data)
-    assert message in result.stderr
-    assert result.exit_code == 2
+    fails(world.run("chat", document, input=data), 2, message)
     assert (world.session.turn, world.session.system) == (turns, "")
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "not a terminal"),
-        (("FILE", "-"), "no terminal to read questions from"),
-        (("FILE", "--reread"), "minikv chat --resume NAME --reread"),
-        (("FILE", "--system", "caf\udce9"), "0xe9"),
-        (("FILE", "--system", "@LATIN"), "0xe9"),
-        (("FILE",), "0xe9"),
+        ("", "not a terminal"),
+        ("FILE -", "no terminal to read questions from"),
+        ("FILE --reread", "minikv chat --resume NAME --reread"),
+        ("FILE --system caf\udce9", "0xe9"),
+        ("FILE --system @LATIN", "0xe9"),
+        ("FILE", "0xe9"),
     ],
 )
 def test_what_cannot_begin_is_a_usage_error(
-    world: World,
-    document: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    message: str,
+    world: World, document: str, monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    opened = os.open
+    latin, opened = Path(document).with_name("latin.txt"), os.open
+    latin.write_bytes(b"caf\xe9")
 
     def without_terminal(path: Any, *how: int, **more: Any) -> int:
         if path == "/dev/tty":
@@ -98,14 +84,12 @@ def test_what_cannot_begin_is_a_usage_error(
         return opened(path, *how, **more)
 
     monkeypatch.setattr(os, "open", without_terminal)
-    if words == ("FILE",):
+    if words == "FILE":
         monkeypatch.setenv("MINIKV_SYSTEM", "caf\udce9")
-    places = {"FILE": document, "@LATIN": f"@{tmp_path / 'latin.txt'}"}
-    words = tuple(places.get(word, word) for word in words)
-    result = world.run("chat", *words, input="a text\nof two lines\n")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert message in result.stderr
-    assert world.settings is None
+    given = words.replace("FILE", document).replace("LATIN", str(latin)).split()
+    result = world.run("chat", *given, input="a text\nof two lines\n")
+    fails(result, 2, message)
+    assert (result.stdout, world.settings) == ("", None)
 
 
 # -- saved chats ----------------------------------------------------------------------------
@@ -118,30 +102,18 @@ def test_a_resumed_chat_says_which_settings_are_its_own(
     for name, value in (("BUDGET", "128"), ("SEED", "9"), ("TOP_K", "5")):
         monkeypatch.setenv(f"MINIKV_{name}", value)
     flags = ("--seed", "3", "-S", "be long", "--pin-system", "--offline")
-    for given, rows in (
-        (
-            (),
-            (
-                "budget 64 chat x",
-                "seed 0 chat x",
-                "system be brief chat x",
-                "dtype - chat x",
-                "top_k 5 MINIKV_TOP_K",
-                "offline false default",
-            ),
-        ),
-        (
-            flags,
-            (
-                "seed 3 --seed",
-                "system be long --system",
-                "pin_system true --pin-system",
-                "offline true --offline",
-            ),
-        ),
-    ):
-        result = world.run("chat", "--resume", "x", *given, input="/set\n")
-        assert result.exit_code == 0, result.stderr
+    plain = """budget 64 chat x
+        seed 0 chat x
+        system be brief chat x
+        dtype - chat x
+        top_k 5 MINIKV_TOP_K
+        offline false default"""
+    stated = """seed 3 --seed
+        system be long --system
+        pin_system true --pin-system
+        offline true --offline"""
+    for given, rows in (((), plain.splitlines()), (flags, stated.splitlines())):
+        result = world.ok("chat", "--resume", "x", *given, input="/set\n")
         found = {line.split()[0]: line.split()[1:] for line in result.stderr.splitlines()}
         for name, *row in map(str.split, rows):
             assert found[name][row[0] == "-" :] == row[row[0] == "-" :]
@@ -150,9 +122,7 @@ def test_a_resumed_chat_says_which_settings_are_its_own(
 def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
     world: World, document: str
 ) -> None:
-    result = world.run("chat", "--resume", "thesis")
-    assert result.exit_code == 2
-    first, hint = result.stderr.splitlines()
+    first, hint = fails(world.run("chat", "--resume", "thesis"), 2).splitlines()
     assert first == "error: no saved chat 'thesis'"
     assert hint.startswith("  there is none in /")
     for n in range(6):
@@ -188,13 +158,11 @@ q4
   //x
 /exit
 never asked"""
-    result = world.run("chat", document, input=lines)
-    assert result.exit_code == 0, result.stderr
-    session = world.session
+    result, session = world.ok("chat", document, input=lines), world.session
     assert [m.content for m in session.messages if m.role == "user"] == ["q4", "  /x"]
-    assert session.eviction.policy == "streaming"
-    assert session.eviction.policy_options["sinks"] == 2
-    assert str(session.eviction.budget) == "64"
+    eviction = session.eviction
+    told = (eviction.policy, eviction.policy_options["sinks"], str(eviction.budget))
+    assert told == ("streaming", 2, "64")
     assert len(result.stdout.splitlines()) == 5
     for text, count in {
         "/help, /?": 1,
@@ -253,8 +221,7 @@ def test_bad_commands_explain_themselves_and_the_chat_goes_on(
 ) -> None:
     monkeypatch.setenv("HOME", "/nonexistent")
     result = world.run("chat", document, input=f"{line}\nstill here?\n")
-    assert message in result.stderr
-    assert result.exit_code == 2  # scripted: the first failure's code
+    fails(result, 2, message)  # scripted: the first failure's code
     assert len(result.stdout.splitlines()) == 1
     assert world.session.messages[0].content.endswith("still here?")
 
@@ -272,8 +239,7 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
     monkeypatch.setattr(named, "read_file", interrupted)
     other = Path(document).with_name("more.txt")
     other.write_text("More.")
-    result = world.run("chat", document, input=f"/add {other}\nstill here?\n")
-    assert result.exit_code == 0
+    result = world.ok("chat", document, input=f"/add {other}\nstill here?\n")
     assert len(result.stdout.splitlines()) == 1
     assert len(world.session.documents) == 2
 
@@ -281,37 +247,5 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
 def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -> None:
     world.max_context = 120
     result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
-    assert result.exit_code == 5
-    assert "/drop NUMBER removes one" in result.stderr
+    fails(result, 5, "/drop NUMBER removes one")
     assert result.stdout == answer_of(TEXT, "short?") + "\n"
-
-
-# -- --reuse auto on a terminal --------------------------------------------------------------
-
-
-MILL = "A mill stands by the river and grinds. " * 8
-
-
-def talk(
-    session: ChatSession, lines: Sequence[str | type[BaseException]], *, typed: bool = True
-) -> int:
-    """A chat in which these lines come in; how many of them were taken."""
-    session.attach(MILL)
-    coming: Iterator[str | type[BaseException]] = iter(lines)
-    taken = 0
-
-    def read_line() -> str:
-        nonlocal taken
-        line = next(coming, EOFError)
-        if isinstance(line, str):
-            taken += 1
-            return line
-        raise line
-
-    there = context(session, Terminal(), Generation(max_tokens=4))
-    assert converse(there, read_line, typed=typed) == 0
-    return taken
-
-
-def modes(session: ChatSession) -> list[str]:
-    return [report.reuse for report in session.reports]

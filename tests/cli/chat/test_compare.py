@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import weakref
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +15,8 @@ import torch
 from layouts import segment
 from lettered import lettered
 from pairwise import pairwise, some_by_day
-from small_chat import scripted
+from refusals import refused
+from small_chat import reported, scripted
 from test_kept import HOSTILE, STORY, chat, network
 from typed import context, on_screen
 
@@ -25,16 +28,17 @@ from minikv.chat.transcript import Document
 from minikv.cli.chat import compare
 from minikv.cli.chat.compare import Run, Stop
 from minikv.cli.screen.terminal import Terminal
-from minikv.errors import ContextError, Interrupted, UsageError
+from minikv.errors import ContextError, Interrupted
 from minikv.policies import prompt_names
 from minikv.settings import Generation
 
 BUDGET = 48
 
 
-def asked(*questions: str, document: str = STORY) -> ChatSession:
-    """A chat under adakv that has answered."""
-    session = chat(eviction=EvictionConfig.read("adakv", "h2o", BUDGET), step="h2o", budget=BUDGET)
+def asked(*questions: str, document: str = STORY, **more: Any) -> ChatSession:
+    """A chat under adakv that has answered. more: as of `chat`."""
+    eviction = EvictionConfig.read("adakv", "h2o", BUDGET)
+    session = chat(eviction=eviction, step="h2o", budget=BUDGET, **more)
     session.attach(document, "story.txt")
     for question in questions:
         list(session.ask(question, 5))
@@ -43,36 +47,26 @@ def asked(*questions: str, document: str = STORY) -> ChatSession:
 
 def rows(arena: Arena, layers: int = 3, kv_heads: int = 3) -> str:
     """All that the heads hold, bit by bit."""
-    return str(
-        [
-            (name, layer, head, segment(arena, name, layer, head).tolist())
-            for name in arena.columns
-            for layer in range(layers)
-            for head in range(kv_heads)
-        ]
-    )
+    where = itertools.product(arena.columns, range(layers), range(kv_heads))
+    return str([(at, segment(arena, *at).tolist()) for at in where])
 
 
-def state(session: ChatSession) -> tuple[Any, ...]:
+STATE = "fed pending_token messages documents pending turn report eviction evicted_for_turn".split()
+
+
+def state(session: ChatSession) -> list[Any]:
     """All that a chat is made of, bit by bit."""
-    heads = [(layer, head) for layer in range(3) for head in range(3)]
-    return (
-        [session.kept(*at).tolist() for at in heads],
-        rows(session.engine.kv.arena),
-        list(session.fed),
-        session.pending_token,
-        list(session.messages),
-        list(session.documents),
-        list(session.pending),
-        session.turn,
-        session.report,
-        session.eviction,
-        session.evicted_for_turn,
-    )
+    heads = [session.kept(layer, head).tolist() for layer in range(3) for head in range(3)]
+    told = [copy(getattr(session, name)) for name in STATE]
+    return [heads, rows(session.engine.kv.arena), *told]
 
 
 def compared(session: ChatSession, *arguments: str) -> None:
     compare._compare(context(session, Terminal()), list(arguments))
+
+
+def run(session: ChatSession, name: str, question: str, tokens: int) -> Run:
+    return compare.run(session, name, question, Generation(tokens), lambda *_: None, Stop())
 
 
 # -- the chat is untouched ------------------------------------------------------------------
@@ -113,9 +107,7 @@ def test_a_tier_gives_what_reading_again_gives(
             if not lends:
                 other.recall = Recall(other.engine.kv)
                 other.engine.kv.tier = None
-            runs.append(
-                compare.run(other, policy, question, Generation(12), lambda *_: None, Stop())
-            )
+            runs.append(run(other, policy, question, 12))
             caches.append(rows(other.engine.kv.arena, 2, 2))
             recalled = recalled or runs[-1].report.tokens.prompt_reused > 0
         (lent, again), report = runs, runs[0].report
@@ -129,9 +121,7 @@ def test_a_tier_gives_what_reading_again_gives(
         peak = again.report.kv_bytes.peak_prefill  # a file is read two layers at a time
         assert replace(report.kv_bytes, peak_prefill=peak) == again.report.kv_bytes
     assert "".join(session.ask("Next?", 9)) == "".join(untouched.ask("Next?", 9))
-    assert session.report is not None
-    assert untouched.report is not None
-    assert session.report.tokens == untouched.report.tokens
+    assert reported(session).tokens == reported(untouched).tokens
     session.recall.leave()
     untouched.recall.leave()
 
@@ -146,9 +136,8 @@ def test_an_int8_tier_is_not_compared_with() -> None:
     assert not compare.beside(session, EvictionConfig.read("full")).recall.tokens
 
 
-def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> None:
-    session = with_tier("streaming", "file", 2, WINDOWS[0])
-    clean = with_tier("streaming", "file", 2, WINDOWS[0])
+def test_a_damaged_tier_is_read_around() -> None:
+    session, clean = (with_tier("streaming", "file", 2, WINDOWS[0]) for _ in range(2))
     assert session.recall.file is not None
     handle = session.recall.file._files[0]
     session.recall.file.sync()
@@ -157,8 +146,7 @@ def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> No
     answers = []
     for one in (session, clean):
         other = compare.beside(one, EvictionConfig.read("streaming", budget="48"))
-        run = compare.run(other, "", "Why so?", Generation(9), lambda *_: None, Stop())
-        answers.append(run)
+        answers.append(run(other, "", "Why so?", 9))
         one.recall.leave()
     assert answers[0].tokens == answers[1].tokens
     assert answers[0].report.tokens.prompt_reused == 0
@@ -167,17 +155,14 @@ def test_a_damaged_tier_is_read_around(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     session, untouched = asked("Who?", "Why?"), asked("Who?", "Why?")
-    session.attach("more", "later.txt")
-    untouched.attach("more", "later.txt")
-    before = state(session)
-    random = torch.get_rng_state()
+    for each in (session, untouched):
+        each.attach("more", "later.txt")
+    before, random = state(session), torch.get_rng_state()
     compared(session, "streaming", "h2o", "budget=56")
     assert state(session) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert "".join(session.ask("Next?", 6)) == "".join(untouched.ask("Next?", 6))
-    assert [session.kept(2, h).tolist() for h in range(3)] == [
-        untouched.kept(2, h).tolist() for h in range(3)
-    ]
+    assert all(torch.equal(session.kept(2, h), untouched.kept(2, h)) for h in range(3))
     out, err = capsys.readouterr()
     assert not out
     assert "\x1b" not in err
@@ -196,12 +181,10 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Run]]]:
 
 def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[str, list[Run]]]) -> None:
     session = asked("Who?")
-    report = session.report
-    assert report is not None
+    report = reported(session)
     compared(session)
     question, (own, full) = tables[0]
-    assert question == "Who?"
-    assert (own.label, full.label) == ("adakv 48", "full")
+    assert (question, own.label, full.label) == ("Who?", "adakv 48", "full")
     # The chat's own first answer, and that of a chat that evicts nothing.
     assert own.text == session.messages[-1].content
     assert own.tokens == (*session.fed[report.tokens.prompt_new :], session.pending_token)
@@ -245,12 +228,12 @@ def test_what_a_policy_reads_more_is_told_before_it_is_paid(
 def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     session = asked("Who?")
     caches: list[Any] = []
-    run = compare.run
+    real = compare.run
 
     def watched(other: ChatSession, *given: Any) -> Run:
         assert all(cache() is None or not cache().rows for cache in caches)
         try:
-            return run(other, *given)
+            return real(other, *given)
         finally:
             caches.append(weakref.ref(other.engine.kv.arena))
 
@@ -289,32 +272,29 @@ def test_policies_of_a_comparison() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["sanpkv"], "snapkv"),
-        (["snapkv", "budget="], "policies and budget=N, got 'budget='"),
-        (["snapkv", "window=4"], "policies and budget=N, got 'window=4'"),
-        (["snapkv", "budget=many"], "budget"),
-        (["snapkv", "budget=2"], "too small for adakv"),
+        ("sanpkv", "snapkv"),
+        ("snapkv budget=", "policies and budget=N, got 'budget='"),
+        ("snapkv window=4", "policies and budget=N, got 'window=4'"),
+        ("snapkv budget=many", "budget"),
+        ("snapkv budget=2", "too small for adakv"),
     ],
 )
 def test_bad_arguments_before_anything_runs(
-    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+    arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = asked("Who?")
     monkeypatch.delattr(compare, "run")
     before = state(session)
-    with pytest.raises(UsageError) as caught:
-        compared(session, *arguments)
-    assert said in f"{caught.value} {caught.value.hint}"
+    error = refused("", compared, session, *arguments.split())
+    assert said in f"{error} {error.hint}"
     assert state(session) == before
 
 
 def test_nothing_to_compare() -> None:
     session = chat("full", "none", eviction=EvictionConfig.read("full"))
-    with pytest.raises(UsageError, match="no question"):
-        compared(session)
+    refused("no question", compared, session)
     list(session.ask("Who?", 2))
-    with pytest.raises(UsageError, match="evicts nothing"):
-        compared(session)
+    refused("evicts nothing", compared, session)
 
 
 def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
@@ -322,8 +302,8 @@ def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
     (turn,) = session.turns
     session.turns[0] = replace(turn, documents=(*turn.documents, Document("x" * 4000)))
     before = state(session)
-    with pytest.raises(ContextError, match="this model was trained for 4,096 positions"):
-        compared(session)
+    says = "this model was trained for 4,096 positions"
+    refused(says, compared, session, error=ContextError)
     assert state(session) == before
 
 
@@ -346,8 +326,7 @@ def test_ctrl_c_stops_it(
         return show
 
     monkeypatch.setattr(compare, "_live", live)
-    before = state(session)
-    handler = signal.getsignal(signal.SIGINT)
+    before, handler = state(session), signal.getsignal(signal.SIGINT)
     with pytest.raises(Interrupted) as caught:
         compared(session, "streaming", "adakv")
     assert str(caught.value) == f"stopped comparing at {calls[-1][0]}"
@@ -365,14 +344,15 @@ def test_ctrl_c_stops_it(
 
 
 def runs_of(texts: list[str]) -> list[Run]:
-    session = asked("Who?")
-    report = session.report
-    assert report is not None
+    report = reported(asked("Who?"))
     kept = replace(report.tokens, kept_min=report.tokens.seen_total)
-    full = replace(report, tokens=kept, loss=replace(report.loss, est_mass_lost_mean=None))
-    evicted = replace(report, loss=replace(report.loss, est_mass_lost_mean=0.031))
+    full, evicted = (
+        replace(report, tokens=tokens, loss=replace(report.loss, est_mass_lost_mean=lost))
+        for tokens, lost in ((kept, None), (report.tokens, 0.031))
+    )
+    last = len(texts) - 1
     return [
-        Run(f"policy{i} 48", text, (1, 2, i), full if i == len(texts) - 1 else evicted)
+        Run(f"policy{i} 48", text, (1, 2, i), full if i == last else evicted)
         for i, text in enumerate(texts)
     ]
 
@@ -387,9 +367,7 @@ def test_side_by_side_with_the_full_cache_last() -> None:
     assert "(empty)" in row["answer"]
     assert "first 2 of 3 tokens" in row["same as full"]
     assert row["same as full"].endswith(" -")
-    assert "memory" in row
-    assert "read" in row
-    assert "write" in row
+    assert {"memory", "read", "write"} <= {*row}
     assert "lost" not in row  # the row above says how far the answers agree
     assert not any("before it" in line for line in lines)
 
@@ -411,18 +389,18 @@ def test_columns_or_blocks_fit(width: int, count: int) -> None:
 @pytest.mark.parametrize(
     ("tokens", "full", "said"),
     [
-        ((1, 2), (1, 2), "all 2 tokens"),
-        ((1,), (1,), "1 token"),
-        ((), (), "both are empty"),
-        ((1, 3), (1, 2), "first 1 of 2 tokens"),
-        ((1, 2), (1, 2, 3), "first 2 of 3 tokens"),
-        ((1, 2, 3), (1,), "first 1 of 1 token"),
-        ((9,), (1, 2), "none of 2 tokens"),
-        ((), (1,), "none of 1 token"),
+        ("12", "12", "all 2 tokens"),
+        ("1", "1", "1 token"),
+        ("", "", "both are empty"),
+        ("13", "12", "first 1 of 2 tokens"),
+        ("12", "123", "first 2 of 3 tokens"),
+        ("123", "1", "first 1 of 1 token"),
+        ("9", "12", "none of 2 tokens"),
+        ("", "1", "none of 1 token"),
     ],
 )
-def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str) -> None:
-    assert compare.same_as(tokens, full) == said
+def test_same_as_full(tokens: str, full: str, said: str) -> None:
+    assert compare.same_as(tuple(map(int, tokens)), tuple(map(int, full))) == said
 
 
 @pytest.mark.parametrize(
@@ -439,28 +417,20 @@ def test_same_as_full(tokens: tuple[int, ...], full: tuple[int, ...], said: str)
 def test_how_much_faster_than_full(
     own: float | None, baseline: float | None, tokens: int, said: str
 ) -> None:
+    def with_rate(run: Run, rate: float | None, count: int) -> Run:
+        report = run.report
+        speed = replace(report.rate, decode_tok_s=rate)
+        counts = replace(report.tokens, generated=count)
+        return replace(run, report=replace(report, rate=speed, tokens=counts))
+
     one, full = runs_of(["a", "b"])
-    one, full = (
-        replace(
-            run,
-            report=replace(
-                run.report,
-                rate=replace(run.report.rate, decode_tok_s=rate),
-                tokens=replace(run.report.tokens, generated=count),
-            ),
-        )
-        for run, rate, count in ((one, own, tokens), (full, baseline, 16))
-    )
+    one, full = with_rate(one, own, tokens), with_rate(full, baseline, 16)
     assert compare.facts(one, full)["write"].endswith(said or ("d" if own is None else "s"))
     assert "of full" not in compare.facts(one, one)["write"]
 
 
 def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    net = network((None, 40, None))
-    session = chat(
-        eviction=EvictionConfig.read("adakv", "h2o", BUDGET), step="h2o", budget=BUDGET, net=net
-    )
-    session.attach(STORY)
+    session = asked(net=network((None, 40, None)))
     list(session.ask("Who?", 3))
     compared(session)
     assert "nothing evicted" in capsys.readouterr().err

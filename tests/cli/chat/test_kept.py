@@ -14,6 +14,7 @@ import typed
 from fakes import BOS, PADDED, ByteTokenizer, ChatML
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 from rich.cells import cell_len
 from small_chat import chat_over
 from typed import context, on_screen
@@ -24,7 +25,6 @@ from minikv.cli.chat import kept
 from minikv.cli.chat.kept import SHADES, Kept, Part
 from minikv.cli.screen.terminal import Screen
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 from minikv.models.llama import Llama
 from minikv.models.stream import TextStream
 
@@ -41,14 +41,8 @@ def network(windows: tuple[int | None, ...] = (None, None, None), seed: int = 0)
 def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: Any) -> ChatSession:
     """A chat over it. `choice` is only what it says about itself."""
     net = given.pop("net", None) or network()
-    tokenizer = ByteTokenizer()
-    return chat_over(
-        Engine(net, small.scheduler(net, prompt, step, budget)),
-        tokenizer,
-        ChatML(tokenizer),
-        max_context=4096,
-        **given,
-    )
+    tokenizer, engine = ByteTokenizer(), Engine(net, small.scheduler(net, prompt, step, budget))
+    return chat_over(engine, tokenizer, ChatML(tokenizer), max_context=4096, **given)
 
 
 def facts(text: str, held: torch.Tensor | None = None, names: tuple[str, ...] = ()) -> Kept:
@@ -91,7 +85,7 @@ def test_shares_against_a_count_by_hand(
             count = [n + (t in positions) for t, n in enumerate(count)]
         assert found.share().tolist() == pytest.approx([n / 9 for n in count])
         assert found.slots == 9
-    sizes = {len(session.kept(layer, head)) for layer in range(3) for head in range(3)}
+    sizes = {len(session.kept(layer, head)) for layer, head in product(range(3), range(3))}
     if prompt == "adakv":
         assert len(sizes) > 1  # ragged
         assert 0 < min(count) + 1 <= max(count)
@@ -125,8 +119,7 @@ def test_spans_are_the_characters_of_the_bytes(text: str, rng: random.Random) ->
     spans = kept.spell(Table(pieces), range(len(pieces)))  # type: ignore[arg-type]
     assert spans.text == text
     owner = [i for i, char in enumerate(text) for _ in char.encode()]  # byte -> character
-    at = 0
-    expected = []
+    at, expected = 0, []
     for i, piece in enumerate(pieces):
         if piece:
             expected.append((i, owner[at], owner[at + len(piece) - 1] + 1))
@@ -146,8 +139,8 @@ def test_malformed_bytes_are_covered(pieces: list[bytes]) -> None:
     assert spans.text == b"".join(pieces).decode("utf-8", "replace")
     covered = {i for a, b in zip(spans.start, spans.end, strict=True) for i in range(a, b)}
     assert covered == set(range(len(spans.text)))
-    assert list(spans.start) == sorted(spans.start)
-    assert list(spans.end) == sorted(spans.end)
+    for ends in (spans.start, spans.end):
+        assert list(ends) == sorted(ends)
 
 
 def test_documents_are_found_in_order() -> None:
@@ -179,26 +172,17 @@ def test_the_text_fits_and_is_all_there(width: int, colour: bool) -> None:
     assert "".join(kept.shown(text).split()) in "".join(read.split())
 
 
-def test_gutter_is_the_mean_of_the_line() -> None:
-    text = "abcd\nefgh\nijkl"
+def test_the_gutter_is_the_mean_of_the_line_and_each_token_has_its_shade() -> None:
     held = torch.zeros(2, 3, 15, dtype=torch.bool)
     held[:, :, 1:5] = True  # abcd, everywhere
     held[0, 0, 6:8] = True  # e and f in one head of six: a twelfth of the line
-    found = facts(text, held)
-    lines = kept.page(found, Screen(), whole=False)
+    lines = kept.page(facts("abcd\nefgh\nijkl", held), Screen(), whole=False)
     assert lines[-3:] == ["█ 100% abcd", "▁   8% efgh", "    0% ijkl"]
-
-
-def test_shade_of_each_token() -> None:
     held = torch.zeros(2, 4, 5, dtype=torch.bool)
-    held[:, :, 1] = True
-    held[0, 0, 2] = True
+    held[:, :, 1] = held[0, 0, 2] = True
     line = kept.page(facts("abcd", held), Screen(colour=True), whole=False)[-1]
-
-    def shade(level: int) -> str:
-        return f"\x1b[48;5;{SHADES[level][0]};38;5;{SHADES[level][1]}m"
-
-    assert line == f"█  28% {shade(8)}a\x1b[0m{shade(1)}b\x1b[0m{shade(0)}cd\x1b[0m"
+    full, some, none = (f"\x1b[48;5;{SHADES[n][0]};38;5;{SHADES[n][1]}m" for n in (8, 1, 0))
+    assert line == f"█  28% {full}a\x1b[0m{some}b\x1b[0m{none}cd\x1b[0m"
 
 
 def test_shades_ascend_and_can_be_read() -> None:
@@ -236,13 +220,6 @@ def test_the_beginning_fits_on_the_screen_with_the_prompt(
 # -- a phrase -------------------------------------------------------------------------------
 
 
-def in_document(text: str, document: str, held: torch.Tensor) -> Kept:
-    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
-    (part,) = kept.locate(spans, [Document(document, "d.txt")])
-    assert part is not None
-    return Kept(held, spans, (part,))
-
-
 def test_find_counts_heads_that_hold_all_of_a_phrase() -> None:
     text = "one net\ndebt two Net Debt three"
     held = torch.zeros(4, 3, 1 + len(text), dtype=torch.bool)
@@ -264,9 +241,8 @@ def test_find_says_what_is_likely_lost() -> None:
     held = torch.zeros(4, 5, 1 + len(text), dtype=torch.bool)
     again = "/refresh reads the documents again for your next question"
 
-    def verdict(names: tuple[str, ...] = ("doc",)) -> str:
-        found = facts(text, held, names)
-        return kept.find(found, "fact", 200).split("\n")[-1]
+    def verdict() -> str:
+        return kept.find(facts(text, held, ("doc",)), "fact", 200).split("\n")[-1]
 
     assert verdict() == f"gone from this cache; {again}"
     held[0, 0, 6] = True
@@ -283,7 +259,10 @@ def test_a_copy_in_the_question_does_not_count_for_the_document() -> None:
     text = "document: fact. question: fact?"
     held = torch.zeros(2, 3, 1 + len(text), dtype=torch.bool)
     held[:, :, 16:] = True
-    found = in_document(text, "document: fact.", held)
+    spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
+    (part,) = kept.locate(spans, [Document("document: fact.", "d.txt")])
+    assert part is not None
+    found = Kept(held, spans, (part,))
     lines = kept.find(found, "fact", 80).split("\n")
     assert lines[0].startswith("tok 11 to 14  d.txt  ")
     assert lines[2].startswith("tok 27 to 30  chat  ")
@@ -300,9 +279,6 @@ def test_phrases_fit_and_are_filtered(width: int) -> None:
     assert text.count("whole in") == 2 * kept.LISTED
     assert text.count(f"and {30 - kept.LISTED} more places") == 2
     assert "中文字 needle 中" in text
-
-
-def test_no_such_phrase() -> None:
     missing = "no '[red]x' among the 4 tokens fed so far"
     assert kept.find(facts("abc"), "[red]x", 80) == missing
 
@@ -319,6 +295,7 @@ def asked() -> ChatSession:
 
 
 def test_how_much_was_kept_stands_over_the_text() -> None:
+    assert typed.run(kept.COMMANDS, context(chat()), "kept") == "no turn yet\n"
     full = chat("full", "none", net=network((None, 40, None)))
     list(full.ask("Who?", 2))
     assert "every head holds every token" in kept.summary(full, kept.read(full), 80)
@@ -327,33 +304,17 @@ def test_how_much_was_kept_stands_over_the_text() -> None:
     assert "1 of 3 layers see the last 40 tokens at the most, whatever the policy" in text
 
 
-def test_before_the_first_turn() -> None:
-    said = typed.run(kept.COMMANDS, context(chat()), "kept")
-    assert said == "no turn yet\n"
+@pytest.mark.parametrize("line", ["2", "bottom", "all 2", "find", "find net debt"])
+def test_bad_arguments(asked: ChatSession, line: str) -> None:
+    refused("does not take", kept._kept, context(asked), line.split())
 
 
-@pytest.mark.parametrize(
-    ("lines", "said"),
-    [
-        ("2|bottom|all 2|find|find net debt", "does not take"),
-    ],
-)
-def test_bad_arguments(asked: ChatSession, lines: str, said: str) -> None:
-    for line in lines.split("|"):
-        with pytest.raises(UsageError, match=re.escape(said)):
-            kept._kept(context(asked), line.split())
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "all", "find mill"],
-)
+@pytest.mark.parametrize("line", ["", "all", "find mill"])
 def test_output_is_plain_text_on_stderr(asked: ChatSession, line: str) -> None:
     err = typed.run(kept.COMMANDS, context(asked), "kept", *line.split())
     assert err.endswith("\n")
     assert len(err) > 20
-    assert "\x1b" not in err
-    assert "\r" not in err
+    assert not {"\x1b", "\r"} & {*err}
     if line in ("", "all"):
-        rows = [len(asked.kept(layer, head)) for layer in range(3) for head in range(3)]
+        rows = [len(asked.kept(layer, head)) for layer, head in product(range(3), range(3))]
         assert f"{min(rows)} to {max(rows)}" in " ".join(err.split())

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from minikv.cli.chat.ask import sorted_out
-from minikv.errors import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -99,8 +99,7 @@ def test_the_rest_is_refused_with_the_line_to_type(line: str, typed: str) -> Non
     first, *others = shlex.split(line)
     words = shlex.split(typed)
     message = "there is no question" if "QUESTION" in words else "name no file"
-    with pytest.raises(UsageError, match=message) as caught:
-        sorted_out(first, others)
-    assert f"minikv ask {typed}" in caught.value.hint
+    caught = refused(message, sorted_out, first, others)
+    assert f"minikv ask {typed}" in caught.hint
     if "QUESTION" not in words:
         assert sorted_out(words[0], words[1:]) == (words[0], words[1:], "")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import typed
+from refusals import refused
 from typed import context, fake_chat
 
 import minikv
@@ -19,7 +20,7 @@ from minikv.cli.chat import kept
 from minikv.cli.documents import commands
 from minikv.cli.documents.commands import usage
 from minikv.cli.screen import render
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import Interrupted
 
 Run = Callable[..., str]
 
@@ -45,6 +46,8 @@ def file(folder: Path, name: str, data: bytes = b"some text") -> str:
 def test_add_says_what_it_read_and_keeps_the_order(
     run: Run, session: ChatSession, tmp_path: Path
 ) -> None:
+    refused("no such file", run, "add", file(tmp_path, "good.txt"), str(tmp_path / "bad.txt"))
+    assert session.pending == []
     said = run("add", file(tmp_path, "b.txt"), file(tmp_path, "a b.md", "héé".encode()))
     assert said == (
         "b.txt: 9 characters, read with your next question\n"
@@ -82,12 +85,6 @@ def test_a_file_that_is_named_twice_is_read_once(
     assert [d.text for d in session.pending] == ["one", "changed"]
 
 
-def test_one_bad_file_adds_none(run: Run, session: ChatSession, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        run("add", file(tmp_path, "good.txt"), str(tmp_path / "bad.txt"))
-    assert session.pending == []
-
-
 def test_a_directory_is_a_line_a_file(run: Run, session: ChatSession, tmp_path: Path) -> None:
     for n in range(9):
         file(tmp_path / "d", f"{n}.txt")
@@ -109,9 +106,9 @@ def test_ctrl_c_stops_a_parser_and_not_the_chat(
     parser.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(parser))
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted, match="stopped reading") as stopped:
-        run("add", file(tmp_path, "x.html"))
-    assert stopped.value.hint == "nothing was added"
+    page = file(tmp_path, "x.html")
+    stopped = refused("stopped reading", run, "add", page, error=Interrupted)
+    assert stopped.hint == "nothing was added"
     assert session.pending == []
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -131,9 +128,7 @@ def test_docs_lists_what_was_read_and_what_waits(
     monkeypatch.setattr(commands, "COUNTED", 2)
     assert "3 characters · read with your next question" in run("docs")
     assert "11 characters · 11 tokens · read" in run("docs")
-
-
-def test_docs_shows_no_control_characters(run: Run, session: ChatSession) -> None:
+    # No control characters are shown.
     session.attach("text", "a\x1b]0;b[bold]")
     assert "a]0;b[bold] · 4 characters" in run("docs")
 
@@ -175,27 +170,25 @@ def test_drop_of_a_read_document_starts_anew_without_it(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message", "hint"),
+    ("words", "message", "hint"),
     [
-        ([], "takes a number", "/drop 2"),
-        (["a.txt", "b.txt"], "takes a number", "/drop 2"),
-        (["3"], "no document '3'", "/docs"),
-        (["0"], "no document '0'", "/docs"),
-        (["9" * 5000], "no document", "/docs"),
-        (["a.text"], "no document 'a.text'", "did you mean a.txt?"),
-        (["²"], "no document", "/docs"),
+        ("", "takes a number", "/drop 2"),
+        ("a.txt b.txt", "takes a number", "/drop 2"),
+        ("3", "no document '3'", "/docs"),
+        ("0", "no document '0'", "/docs"),
+        ("9" * 5000, "no document", "/docs"),
+        ("a.text", "no document 'a.text'", "did you mean a.txt?"),
+        ("²", "no document", "/docs"),
     ],
+    ids=lambda text: text[:30],
 )
 def test_drop_refuses_what_it_cannot_find(
-    run: Run, session: ChatSession, arguments: list[str], message: str, hint: str
+    run: Run, session: ChatSession, words: str, message: str, hint: str
 ) -> None:
-    with pytest.raises(UsageError, match="no document to drop"):
-        run("drop", *arguments)
-    session.attach("x", "a.txt")
-    session.attach("y", "b.txt")
-    with pytest.raises(UsageError, match=message) as error:
-        run("drop", *arguments)
-    assert hint in error.value.hint
+    refused("no document to drop", run, "drop", *words.split())
+    for text, name in (("x", "a.txt"), ("y", "b.txt")):
+        session.attach(text, name)
+    assert hint in refused(message, run, "drop", *words.split()).hint
     assert len(session.pending) == 2
 
 
@@ -222,8 +215,7 @@ def test_tokens_adds_up_to_the_context() -> None:
     "".join(session.ask("And then?", max_tokens=5))
     session.attach("Not yet read.", "c.txt")
     rows = {name: count for name, count, _ in usage(session)}
-    waiting = rows.pop("waiting: c.txt")
-    assert waiting == len("Not yet read.")
+    assert rows.pop("waiting: c.txt") == len("Not yet read.")
     assert sum(rows.values()) == 4096
     assert rows["system prompt"] == 9
     assert rows["document 1: a.txt"] == len("A first text.")
@@ -244,8 +236,7 @@ def test_tokens_adds_up_to_the_context() -> None:
     "".join(session.ask("What is it?", max_tokens=5))
     text = tokens(session)
     assert "/drop 1" in text
-    used = len(session.fed)
-    assert f"{used:,} tokens read of 4,096 positions" in text
+    assert f"{len(session.fed):,} tokens read of 4,096 positions" in text
 
 
 def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
@@ -278,11 +269,10 @@ def test_tokens_docs_and_kept_count_alike(
     listed = typed.run(commands.COMMANDS, context(session), "docs")
     rows = usage(session)
     for n, count in enumerate(parts, 1):
-        (own,) = [row for row in rows if row[0].startswith(f"document {n}: ")]
-        assert own[1] == count
+        assert [row[1] for row in rows if row[0].startswith(f"document {n}: ")] == [count]
         assert f" {count:,} token" in listed.splitlines()[n - 1]
-    (waiting,) = [row for row in rows if row[0] == "waiting: later.txt"]
-    assert f" {waiting[1]} tokens" in listed.splitlines()[-1]
+    (waiting,) = [row[1] for row in rows if row[0] == "waiting: later.txt"]
+    assert f" {waiting} tokens" in listed.splitlines()[-1]
     elsewhere = ("waiting", "room left", "the last token")
     read = sum(count for name, count, _ in rows if not name.startswith(elsewhere))
     assert read == facts.held.shape[2] == len(session.fed)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from minikv.cli.documents import child
 from minikv.cli.documents.named import Reader, read
@@ -131,11 +132,10 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_word_file_is_one_line(case: str) -> None:
     make, said, hint = REFUSED[case]
-    with pytest.raises(UsageError) as error:
-        read_bytes(make(), "r.docx")
-    assert str(error.value).startswith(f"r.docx {said}")
-    assert error.value.hint.startswith(hint)
-    assert error.value.exit_code == 2
+    error = refused("", read_bytes, make(), "r.docx")
+    assert str(error).startswith(f"r.docx {said}")
+    assert error.hint.startswith(hint)
+    assert error.exit_code == 2
 
 
 def test_without_the_extra_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

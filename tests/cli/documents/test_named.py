@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from refusals import refused
 from terminals import Terminals
 
 from minikv.cli.documents import named as sources
 from minikv.cli.documents import text as documents
 from minikv.cli.documents.named import PipedLines, Reader, read
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import Interrupted
 
 HERE = Path(__file__).parents[2]
 
@@ -27,8 +29,8 @@ def tree(root: Path, *names: str, data: bytes = b"") -> Path:
     return root
 
 
-def names(*named: str | Path, reader: Reader | None = None) -> list[str | None]:
-    return [text.name for text in read([str(one) for one in named], reader or Reader())[0]]
+def names(named: str | Path) -> list[str | None]:
+    return [text.name for text in read([str(named)], Reader())[0]]
 
 
 def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Path) -> None:
@@ -37,13 +39,7 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
     tree(tmp_path, "empty.txt", data=b" \n")
     tree(tmp_path, "latin.txt", data=b"caf\xe9")
     texts, notes = read([str(tmp_path)], Reader())
-    assert [text.name for text in texts] == [
-        "a.txt",
-        "b/10.md",
-        "b/2.md",
-        "b/c/d.txt",
-        "z.txt",
-    ]
+    assert [text.name for text in texts] == "a.txt b/10.md b/2.md b/c/d.txt z.txt".split()
     assert [text.text for text in texts] == [text.name for text in texts]
     assert notes == [
         f"{tmp_path}: 5 documents, in the order of their paths; skipped 2 hidden (.env, .git), "
@@ -76,43 +72,46 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
     assert names(tmp_path / "a" / "to-b") == ["2.txt"]
 
 
-def test_pipes_and_dangling_links_in_a_directory_are_skipped(tmp_path: Path) -> None:
-    tree(tmp_path, "a.txt")
+def test_what_is_special_is_skipped_and_hostile_names_are_one_clean_line(tmp_path: Path) -> None:
+    tree(tmp_path, "a\x1b]0;b\nc.txt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
     texts, notes = read([str(tmp_path)], Reader())
-    assert [text.name for text in texts] == ["a.txt"]
+    assert [text.name for text in texts] == ["a]0;b c.txt"]
     assert notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
+    refused("no\\*", read, ["\x1bno*"], Reader())
 
 
 @pytest.mark.parametrize(
     ("pattern", "expected"),
     [
-        ("*.txt", ["a.txt", "b.txt"]),
-        ("?.md", ["c.md"]),
-        ("[ab].txt", ["a.txt", "b.txt"]),
-        ("*/*.txt", ["sub/d.txt"]),
-        ("**", ["a.txt", "b.txt", "c.md", "sub/d.txt", "sub/deep/e.txt"]),
-        ("**/*.txt", ["a.txt", "b.txt", "sub/d.txt", "sub/deep/e.txt"]),
-        ("sub/**/*.txt", ["d.txt", "deep/e.txt"]),
-        ("**/deep/*", ["sub/deep/e.txt"]),
-        (".h*", [".hidden.txt"]),
+        ("*.txt", "a.txt b.txt"),
+        ("?.md", "c.md"),
+        ("[ab].txt", "a.txt b.txt"),
+        ("*/*.txt", "sub/d.txt"),
+        ("**", "a.txt b.txt c.md sub/d.txt sub/deep/e.txt"),
+        ("**/*.txt", "a.txt b.txt sub/d.txt sub/deep/e.txt"),
+        ("sub/**/*.txt", "d.txt deep/e.txt"),
+        ("**/deep/*", "sub/deep/e.txt"),
+        (".h*", ".hidden.txt"),
     ],
 )
 def test_patterns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: str
 ) -> None:
     tree(tmp_path, "b.txt", "a.txt", "c.md", "sub/d.txt", "sub/deep/e.txt", ".hidden.txt")
     monkeypatch.chdir(tmp_path)
-    assert names(pattern) == expected
-    assert names(tmp_path / pattern) == expected
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert names(f"~/{pattern}") == expected
+    for named in (pattern, tmp_path / pattern, f"~/{pattern}"):
+        assert names(named) == expected.split()
 
 
 def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
     tree(tmp_path, "a[1].txt", "a1.txt")
     assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
+
+
+ADDRESS = "is an address, and minikv downloads no documents"
 
 
 @pytest.mark.parametrize(
@@ -127,10 +126,11 @@ def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
         ("nothing", "no such file: nothing", ""),
         (
             "https://x.org/a b?c=1&d",
-            "https://x.org/a b?c=1&d is an address, and minikv downloads no documents",
+            f"https://x.org/a b?c=1&d {ADDRESS}",
             "curl -sL 'https://x.org/a b?c=1&d' | minikv ask \"QUESTION\", or save it to a file: "
             "curl -sLo FILE 'https://x.org/a b?c=1&d'",
         ),
+        ("https://x.org/?q=1*", f"https://x.org/?q=1* {ADDRESS}", ""),  # with a wildcard, too
     ],
 )
 def test_what_means_nothing_is_one_line(
@@ -140,16 +140,9 @@ def test_what_means_nothing_is_one_line(
     tree(tmp_path, "other/.hidden")
     tree(tmp_path, "other/x", data=bytes(256))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError) as caught:
-        read([named], Reader())
-    assert str(caught.value) == message
-    assert caught.value.hint.startswith(hint)
-    assert "\n" not in caught.value.hint
-
-
-def test_an_address_with_a_wildcard_is_an_address() -> None:
-    with pytest.raises(UsageError, match="is an address"):
-        read(["https://x.org/?q=1*"], Reader())
+    caught = refused("", read, [named], Reader())
+    assert str(caught) == message
+    assert caught.hint.startswith(hint)
 
 
 def test_too_many_files_are_refused_and_not_cut(
@@ -161,14 +154,10 @@ def test_too_many_files_are_refused_and_not_cut(
     tree(tmp_path, "1", "2", "3")
     assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
     assert read([str(tmp_path)], Reader())[1][2:] == ["  2: 1 characters", "  and 1 more"]
-    tree(tmp_path, "4")
-    for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="means more than 3 files"):
-            names(named)
-    tree(tmp_path, "5", "6")
-    for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
-        with pytest.raises(UsageError, match="means more than 5 files"):
-            names(named)
+    for more, most in ((["4"], 3), (["5", "6"], 5)):
+        tree(tmp_path, *more)
+        for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
+            refused(f"means more than {most} files", names, named)
 
 
 def test_the_size_limit_holds_for_a_whole_directory(
@@ -181,37 +170,23 @@ def test_the_size_limit_holds_for_a_whole_directory(
     _, notes = read([str(tmp_path)], Reader())
     assert notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
-    with pytest.raises(UsageError, match="is larger than"):
-        names(tmp_path)
+    refused("is larger than", names, tmp_path)
 
 
 def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) -> None:
     tree(tmp_path, "1", "2", "3")
     seen: list[str] = []
     reader = Reader(reading=seen.append, stopped=lambda: len(seen) == 2)
-    with pytest.raises(Interrupted, match="stopped reading") as stopped:
-        names(tmp_path, reader=reader)
-    assert stopped.value.hint == "nothing was added"
-    assert len(seen) == 2
-
-
-def test_hostile_names_of_a_directory_are_one_clean_line(tmp_path: Path) -> None:
-    tree(tmp_path, "a\x1b]0;b\nc.txt")
-    texts, _ = read([str(tmp_path)], Reader())
-    assert texts[0].name == "a]0;b c.txt"
-    with pytest.raises(UsageError) as caught:
-        read(["\x1bno*"], Reader())
-    assert "\x1b" not in str(caught.value)
+    stopped = refused("stopped reading", read, [str(tmp_path)], reader, error=Interrupted)
+    assert (stopped.hint, len(seen)) == ("nothing was added", 2)
 
 
 def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path) -> None:
     main = HERE / "support" / "fake_main.py"
     chat = [sys.executable, str(main), "0", "chat", "-", "--no-save"]
-    terminal = Terminals(
-        ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat], {"TERM": "dumb", "COLUMNS": "100"}
-    )
-    terminal.prompt = "> "
-    try:
+    command = ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat]
+    with closing(Terminals(command, {"TERM": "dumb", "COLUMNS": "100"})) as terminal:
+        terminal.prompt = "> "
         terminal.until("Ctrl-D leaves.")
         terminal.ready()
         terminal.type("/docs\r")
@@ -222,8 +197,6 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
         terminal.ready()
         terminal.type("/exit\r")
         assert terminal.code() == 0
-    finally:
-        terminal.close()
 
 
 # -- lines from a pipe -----------------------------------------------------------------------
@@ -244,9 +217,8 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
 def test_where_lines_begin_and_end(
     monkeypatch: pytest.MonkeyPatch, text: str, lines: list[str], encoding: str
 ) -> None:
-    data = io.BufferedReader(
-        io.BytesIO(text.encode(encoding).replace(b"\xff\xfe" * 2, b"\xff\xfe"))
-    )
+    encoded = text.encode(encoding).replace(b"\xff\xfe" * 2, b"\xff\xfe")
+    data = io.BufferedReader(io.BytesIO(encoded))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=data))
     read = PipedLines()
     assert [read() for _ in lines] == lines

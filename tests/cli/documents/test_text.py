@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from minikv.chat.transcript import Document
 from minikv.cli.documents import text as documents
@@ -66,21 +67,16 @@ def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
 def test_what_cannot_be_read_is_refused_with_the_reason(
     tmp_path: Path, data: bytes, match: str
 ) -> None:
-    with pytest.raises(UsageError, match=match) as error:
-        read_file(write(tmp_path, data))
-    assert error.value.exit_code == 2
-    assert "\n" not in str(error.value)
+    error = refused(match, read_file, write(tmp_path, data))
+    assert error.exit_code == 2
+    assert "\n" not in str(error)
 
 
 def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no such file"):
-        read_file(str(tmp_path / "nothing"))
-    with pytest.raises(UsageError, match="is a directory"):
-        read_file(str(tmp_path))
-    with pytest.raises(UsageError, match="not a regular file"):
-        read_file("/dev/zero")
-    with pytest.raises(UsageError, match="cannot read"):
-        read_file("nul\x00byte")
+    refused("no such file", read_file, str(tmp_path / "nothing"))
+    refused("is a directory", read_file, str(tmp_path))
+    refused("not a regular file", read_file, "/dev/zero")
+    refused("cannot read", read_file, "nul\x00byte")
 
 
 def piped(path: Path, *pieces: bytes) -> threading.Thread:
@@ -127,8 +123,7 @@ def test_a_pipe_without_an_end_is_cut_at_the_size_limit(
     monkeypatch.setattr(documents, "MAX_BYTES", 10)
     os.mkfifo(tmp_path / "pipe")
     writer = piped(tmp_path / "pipe", b"0123456789a")
-    with pytest.raises(UsageError, match=r"pipe is larger than"):
-        read_file(str(tmp_path / "pipe"))
+    refused(r"pipe is larger than", read_file, str(tmp_path / "pipe"))
     writer.join(60)
 
 
@@ -155,23 +150,20 @@ def test_the_size_limit_holds_for_files_and_pipes(
 ) -> None:
     monkeypatch.setattr(documents, "MAX_BYTES", 10)
     assert read_file(write(tmp_path, b"0123456789")).text == "0123456789"
-    with pytest.raises(UsageError, match=r"d\.txt is larger than"):
-        read_file(write(tmp_path, b"0123456789a"))
-    with pytest.raises(UsageError, match="standard input is larger than"):
-        decode(b"0123456789a", "standard input")
+    refused(r"d\.txt is larger than", read_file, write(tmp_path, b"0123456789a"))
+    refused("standard input is larger than", decode, b"0123456789a", "standard input")
 
 
 def test_a_message_that_is_a_pdf_is_refused() -> None:
-    with pytest.raises(UsageError, match="standard input is a PDF, not text"):
-        decode(b"%PDF-1.7 ...", "standard input")
+    refused("standard input is a PDF, not text", decode, b"%PDF-1.7 ...", "standard input")
 
 
 def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:
     found = read_file(write(tmp_path, b"text", "a\x1b]0;b\nc\u202ed.txt"))
     assert found.name == "a]0;b cd.txt"
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(UsageError) as caught:
         read_file(str(tmp_path / "no\x1bsuch\nfile"))
-    assert "\x1b" not in str(error.value)
+    assert "\x1b" not in str(caught.value)
 
 
 # -- the files that documents were read from -------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 from typer.testing import CliRunner
 
 import minikv
@@ -19,7 +20,7 @@ from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.tasks import CHATS
 from minikv.cli.main import app
 from minikv.cli.measure import choices
-from minikv.errors import ContextError, UsageError
+from minikv.errors import ContextError
 
 
 def evaluate(arguments: str, *more: object, code: int = 0) -> Any:
@@ -261,8 +262,13 @@ def test_every_policy_with_every_decode_policy() -> None:
         ("roco", "roco", 32),
         ("tova", "tova", 32),
     ]
-    with pytest.raises(UsageError, match=r"^roco has no option 'windov'"):
-        EvictionConfig.read("roco", stride=32, options={"windov": 3})
+    refused(
+        r"^roco has no option 'windov'",
+        EvictionConfig.read,
+        "roco",
+        stride=32,
+        options={"windov": 3},
+    )
     few = choices("snapkv,l2", "64", "none", 0, 0, {"window": "16"})
     assert few[1].policy_options["window"] == 16
     assert "window" not in few[2].policy_options
@@ -273,8 +279,7 @@ def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
     item = Item("word " * 90, ("What?",), (("word",),))
     few = EvictionConfig.read("adakv", budget="1KiB")
     one = command.Run(chat, ["facts"], [item], [*full(), few])
-    with pytest.raises(UsageError, match="budget 1KiB, which is"):
-        one.check()
+    refused("budget 1KiB, which is", one.check)
 
 
 def full() -> list[EvictionConfig]:
@@ -405,8 +410,10 @@ def test_without_questions_nothing_is_measured_twice() -> None:
 def test_a_policy_that_cannot_recall_is_refused_before_anything_is_measured() -> None:
     chat = minikv.load(policy="full")
     strided = [*full(), EvictionConfig.read("roco", budget="64", stride=32)]
-    with pytest.raises(UsageError, match="--reuse recall is not possible: with a stride"):
-        command.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check()
+    refused(
+        "--reuse recall is not possible: with a stride",
+        command.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check,
+    )
     command.Run(chat, ["followup"], [CHAT], strided, ["once"]).check()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from refusals import refused
 
 import minikv
 from minikv.chat.transcript import Message
@@ -65,8 +66,7 @@ def test_a_wrong_record_is_named_by_its_line(tmp_path: Path, line: str, says: st
 def test_a_file_that_has_no_records(tmp_path: Path, data: bytes, says: str) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
-    with pytest.raises(UsageError, match=says):
-        list(read_items(path))
+    refused(says, list, read_items(path))
 
 
 def test_only_a_line_feed_ends_a_record(tmp_path: Path) -> None:
@@ -134,10 +134,8 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     """A device would be read until there is no memory, a pipe waited for without end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
-        with pytest.raises(UsageError, match="not a regular file"):
-            list(read_items(path))
-    with pytest.raises(UsageError, match="missing"):
-        list(read_items(tmp_path / "none.jsonl"))
+        refused("not a regular file", list, read_items(path))
+    refused("missing", list, read_items(tmp_path / "none.jsonl"))
 
 
 # -- scores ---------------------------------------------------------------------------------

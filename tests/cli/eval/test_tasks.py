@@ -8,11 +8,11 @@ from hashlib import sha256
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from minikv.cli.eval import tasks
 from minikv.cli.eval.items import TASKS, Item, contains_words
 from minikv.cli.eval.tasks import CHATS, DEPTHS, TOLD
-from minikv.errors import UsageError
 from minikv.models import BUNDLED
 from minikv.models.bundled import world
 
@@ -191,8 +191,7 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
 
 @pytest.mark.parametrize("text", ["", "a | b", "a | b |", "a | b | c | d"])
 def test_a_needle_has_three_parts(text: str) -> None:
-    with pytest.raises(UsageError, match="cannot read the needle"):
-        tasks.given_fact(text)
+    refused("cannot read the needle", tasks.given_fact, text)
 
 
 def test_made_facts_are_as_the_seed_says() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lettered import lettered
 from pairwise import pairwise
+from refusals import refused
 from small_chat import chat, say
 from talk import Talk, make
 from tiers import recalling
@@ -18,7 +19,6 @@ from minikv.cli.saved import commands
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.text import clean
 from minikv.cli.settings.config import SETTINGS
-from minikv.errors import UsageError
 
 
 def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
@@ -123,8 +123,7 @@ def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert len(read("mine").turns) == 2
     other = make(chat(), capsys, active=False)
     other.ask("not saved")
-    with pytest.raises(UsageError, match="open in another"):
-        other.run("load mine")
+    refused("open in another", other.run, "load mine")
     assert not capsys.readouterr().err
 
 

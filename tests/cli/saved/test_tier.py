@@ -16,6 +16,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from refusals import refused
 from small_chat import chat, held_of, say
 from sqlite_calls import edit
 
@@ -30,7 +31,6 @@ from minikv.cli.saved import transcript
 from minikv.cli.saved.keeper import TIER, Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal
-from minikv.errors import UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8
 RIVER = "The river is slow and brown. " * 8
@@ -214,8 +214,7 @@ def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> No
     before = (home / "one" / TIER / "rows").read_bytes()
     keeper, other = start()
     other.facts = replace(other.facts, model=str(tmp_path / "b"))
-    with pytest.raises(UsageError, match="does not belong to this run"):
-        keeper.load(other, "one")
+    refused("does not belong to this run", keeper.load, other, "one")
     assert other.recall.tier is None
     keeper.load(other, "one", reread=True)
     say(other, "Why?")
@@ -266,8 +265,7 @@ def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
     unread(other, "And now?")
     for name in ("one", "two", "a b"):
         keeper, session = OPEN[-1]
-        with pytest.raises(UsageError):
-            keeper.save(session, name, fork=True)
+        refused("", keeper.save, session, name, fork=True)
         assert keeper.name == "two"
 
 
@@ -276,8 +274,7 @@ def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.Monke
     keeper, session = talked()
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UsageError, match=r"cannot be saved.*No space left"):
-            keeper.save(session, "two", fork=True)
+        refused(r"cannot be saved.*No space left", keeper.save, session, "two", fork=True)
     assert keeper.name == "one"
     assert os.listdir(home) == ["one"]
     assert unread(session, "And now?") == twin[0]
@@ -298,8 +295,7 @@ def test_a_save_that_fails_at_its_end_leaves_the_tier(
         keeper.save(session, "one")
     with monkeypatch.context() as patch:
         patch.setattr(keepers, "renew", full)
-        with pytest.raises(UsageError, match="No space left"):
-            keeper.save(session, "two", fork=saved)
+        refused("No space left", keeper.save, session, "two", fork=saved)
     assert not (home / "two").exists()
     for question in ("Why?", "When?", "Where?"):
         unread(session, question)
@@ -357,8 +353,7 @@ def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
     session.attach(MILL)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(UsageError, match=r"tier=.file.. is not possible: .*No space left"):
-            list(session.ask("Who?"))
+        refused(r"tier=.file.. is not possible: .*No space left", list, session.ask("Who?"))
     assert (session.fed, len(session.pending), os.listdir(home)) == ([], 1, [])
     say(session, "Who?")
     keeper.keep(session)
@@ -398,8 +393,7 @@ def test_a_directory_that_cannot_be_written(
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
     _, session = start()
     session.attach(MILL)
-    with pytest.raises(UsageError, match=r"tier=.file.. is not possible"):
-        list(session.ask("Who?"))
+    refused(r"tier=.file.. is not possible", list, session.ask("Who?"))
 
 
 # -- a chat that is not saved ---------------------------------------------------------------------

@@ -8,7 +8,8 @@ import signal
 import stat
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,14 +34,9 @@ history, pause = sys.argv[1], float(sys.argv[2])
 words = {1: ["/add", "/policy", "/exit"], 2: ["adakv", "snapkv"]}
 terminal = Terminal()
 terminal.open_keyboard()
-read = open_reader(
-    terminal,
-    Help(
-        lambda typed: words.get(len(typed), []),
-        "/add".__eq__,
-        lambda columns: f"BAR 7 · {columns}",
-    ),
-    Path(history) if history else None)
+after, bar = lambda typed: words.get(len(typed), []), "BAR 7 · {}".format
+help = Help(after, "/add".__eq__, bar)
+read = open_reader(terminal, help, Path(history) if history else None)
 print("open", flush=True)
 while True:
     try:
@@ -98,28 +94,33 @@ def start(opened: dict[object, Terminals]) -> Iterator[Start]:
             terminal.close()
 
 
-def got(terminal: Terminals) -> str:
-    """The next message that arrived."""
+def got(terminal: Terminals, *typed: str) -> str:
+    """The next message that arrived, after this was typed."""
+    for keys in typed:
+        terminal.type(keys)
     terminal.until("got ")
     text = terminal.until("\r\n")
     terminal.until(READY)
     return str(eval(text))
 
 
+def began(terminal: Terminals, *typed: str) -> None:
+    """An answer is being written, in which this is typed."""
+    terminal.type("first\r")
+    terminal.until("writing")
+    for keys in typed:
+        terminal.type(keys)
+
+
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_blocks_and_the_end(start: Start, kind: str) -> None:
     terminal = start(term=kind)
-    terminal.type("a line\r")
-    assert got(terminal) == "a line"
+    assert got(terminal, "a line\r") == "a line"
     terminal.ready()
-    terminal.type('"""\r')
-    terminal.type("one\r")
-    terminal.type("/two\r")
-    terminal.type('"""\r')
-    assert got(terminal) == "one\n/two"
+    assert got(terminal, '"""\r', "one\r", "/two\r", '"""\r') == "one\n/two"
     terminal.ready()
-    terminal.type('"""/etc is a folder"""\r')
-    assert got(terminal) == "//etc is a folder"  # which the chat sends with one slash
+    # Which the chat sends with one slash.
+    assert got(terminal, '"""/etc is a folder"""\r') == "//etc is a folder"
     terminal.ready()
     terminal.type("\x04")
     terminal.until("end")
@@ -138,20 +139,15 @@ def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
         terminal.type(PASTE.format("one\rtwo\r\nthree\r"))
         with pytest.raises(AssertionError, match="no 'got"):
             terminal.until("got", 0.5)
-        terminal.type("\r")
-        assert got(terminal) == "one\ntwo\nthree"
+        assert got(terminal, "\r") == "one\ntwo\nthree"
         terminal.ready()
-        terminal.type("one\x1b\rtwo\nthree\r")
-        assert got(terminal) == "one\ntwo\nthree"
+        assert got(terminal, "one\x1b\rtwo\nthree\r") == "one\ntwo\nthree"
 
 
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, kind: str) -> None:
     terminal = start(term=kind, pause=0.5)
-    terminal.type("first\r")
-    terminal.until("writing")
-    for text in ("\r", "/next\r", "then\rlast\r"):
-        terminal.type(text)
+    began(terminal, "\r", "/next\r", "then\rlast\r")
     echoed = terminal.until("ready")
     assert ("next" in echoed) == (kind == "dumb")  # it would move what the answer writes
     for message in ("", "/next", "then", "last"):
@@ -170,15 +166,9 @@ def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None
     terminal.ready()
     with pytest.raises(AssertionError, match="no 'got"):
         terminal.until("got", 0.5)
-    terminal.type("!\r")
-    assert got(terminal) == "pas\nted!"
-
-
-def test_ctrl_j_typed_during_an_answer_is_a_new_line(start: Start) -> None:
-    terminal = start(pause=0.5)
-    terminal.type("first\r")
-    terminal.until("writing")
-    terminal.type("one\ntwo\x1b\rthree\r")
+    assert got(terminal, "!\r") == "pas\nted!"
+    terminal.ready()  # Ctrl-J is a new line then, too
+    began(terminal, "one\ntwo\x1b\rthree\r")
     terminal.until("ready")
     assert got(terminal) == "one\ntwo\nthree"
 
@@ -186,41 +176,31 @@ def test_ctrl_j_typed_during_an_answer_is_a_new_line(start: Start) -> None:
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_typed_while_the_program_starts_are_sent(kind: str) -> None:
     """Before minikv has the terminal, an Enter arrives as Ctrl-J."""
-    terminal = Terminals(
-        [
-            sys.executable,
-            "-c",
-            f"print('starts', flush=True)\nimport time; time.sleep(1)\n{LOOP}",
-            "",
-            "0",
-        ],
-        {"TERM": kind},
-    )
-    try:
+    code = f"print('starts', flush=True)\nimport time; time.sleep(1)\n{LOOP}"
+    with closing(Terminals([sys.executable, "-c", code, "", "0"], {"TERM": kind})) as terminal:
         terminal.until("starts")
         terminal.type("one\rtwo\rthr")
         terminal.until("open")
         terminal.prompt = PROMPT[kind]
         assert (got(terminal), got(terminal)) == ("one", "two")
         terminal.ready()
-        terminal.type("ee\r")
-        assert got(terminal) == "three"
-    finally:
-        terminal.close()
+        assert got(terminal, "ee\r") == "three"
 
 
 def test_ctrl_c_clears_a_line_and_is_told_apart_from_one_without_text(start: Start) -> None:
-    terminal = start()
+    """Without an editor it takes an unfinished block away."""
+    terminal, dumb = start(), start(term="dumb")
     terminal.type("text")
     terminal.until("text")
-    terminal.type("\x03")
-    assert got(terminal) == ""
+    assert got(terminal, "\x03") == ""
     terminal.ready()
-    terminal.type("\x03")
-    terminal.until("interrupt")
-    terminal.ready()
-    terminal.type("more\r")
-    assert got(terminal) == "more"
+    dumb.type('"""one\r')
+    dumb.ready(". ")
+    for each in (terminal, dumb):
+        each.type("\x03")
+        each.until("interrupt")
+        each.ready()
+        assert got(each, "more\r") == "more"
 
 
 _ENDS = """
@@ -244,22 +224,8 @@ print("same" if termios.tcgetattr(0) == before else "changed")
 
 
 def test_a_signal_while_the_terminal_is_switched_leaves_it_as_it_was() -> None:
-    terminal = Terminals([sys.executable, "-c", _ENDS], {"TERM": "xterm"})
-    try:
+    with closing(Terminals([sys.executable, "-c", _ENDS], {"TERM": "xterm"})) as terminal:
         assert "changed" not in terminal.until("\r\n")
-    finally:
-        terminal.close()
-
-
-def test_ctrl_c_takes_an_unfinished_block_away_without_an_editor(start: Start) -> None:
-    terminal = start(term="dumb")
-    terminal.type('"""one\r')
-    terminal.ready(". ")
-    terminal.type("\x03")
-    terminal.until("interrupt")
-    terminal.ready()
-    terminal.type("more\r")
-    assert got(terminal) == "more"
 
 
 @pytest.mark.parametrize("key", ["\x07", "\x18\x05"])
@@ -272,8 +238,7 @@ def test_the_editor_of_the_user(start: Start, tmp_path: Path, key: str) -> None:
     terminal.until("here")
     terminal.type(key)
     terminal.until("there")
-    terminal.type("\r")
-    assert got(terminal) == "from\nthere"
+    assert got(terminal, "\r") == "from\nthere"
     assert (tmp_path / "edit.sh.seen").read_text() == "from here"
 
 
@@ -281,60 +246,47 @@ def test_tab_completes(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "a file.txt").write_text("x")
     monkeypatch.chdir(tmp_path)  # what is typed fits a line of 80 columns, wherever that is
     terminal = start(FOLDER=str(tmp_path))  # one of its own, which begins there
-    terminal.type("/po\t")
-    terminal.until("licy")
-    terminal.type(" s\t")
-    terminal.until("napkv")
-    terminal.type("\r")
-    assert got(terminal) == "/policy snapkv"
-    terminal.ready()
-    terminal.type("/add ./a\t")
-    terminal.until("file.txt")
-    terminal.type("\r")
-    assert got(terminal) == "/add ./a\\ file.txt"
+    for keys, completed, line in (
+        (["/po\t", " s\t"], ["licy", "napkv"], "/policy snapkv"),
+        (["/add ./a\t"], ["file.txt"], "/add ./a\\ file.txt"),
+    ):
+        for typed, shown in zip(keys, completed, strict=True):
+            terminal.type(typed)
+            terminal.until(shown)
+        assert got(terminal, "\r") == line
+        terminal.ready()
 
 
 def test_history_is_kept_found_and_recalled(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "state" / "history"
     first = start(history=str(path))
     for text in ("the mill", "the river\x1b\rbank"):
-        first.type(f"{text}\r")
-        got(first)
+        got(first, f"{text}\r")
         first.ready()
     first.type("\x04")
     assert first.code() == 0
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (path, path.parent)] == [0o600, 0o700]
     second = start(history=str(path))
     second.type("\x12mill")
     second.until("mill")
-    second.type("\r")  # ends the search
-    second.type("\r")
-    assert got(second) == "the mill"
+    assert got(second, "\r", "\r") == "the mill"  # the first one ends the search
     second.ready()
-    second.type("\x1b[A")
-    second.type("\x1b[A")
-    second.type("\r")
-    assert got(second) == "the river\nbank"
+    assert got(second, "\x1b[A", "\x1b[A", "\r") == "the river\nbank"
 
 
 @pytest.mark.parametrize("place", ["/proc/none/history", "/dev/null/history", ""])
 def test_where_no_history_can_be_kept_the_chat_goes_on(start: Start, place: str) -> None:
     terminal = start(history=place)
-    terminal.type("a\r")
-    assert got(terminal) == "a"
+    assert got(terminal, "a\r") == "a"
     terminal.ready()
-    terminal.type("\x1b[A")
-    terminal.type("\r")
-    assert got(terminal) == "a"  # of this chat
+    assert got(terminal, "\x1b[A", "\r") == "a"  # of this chat
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
     terminal = start(term=term)
     columns = termios.tcgetwinsize(terminal.fd)[1] or 80
-    terminal.type("x\r")
-    got(terminal)
+    got(terminal, "x\r")
     assert (f"BAR 7 · {columns}" in terminal.seen) == (term == "xterm")
     assert ("\x1b" in terminal.seen) == (term == "xterm")
 
@@ -351,20 +303,14 @@ def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
         assert {*shown} <= {*items[-1], policy}
     assert items[50 - 20][0] == policy
     assert len(items[-1]) > len(items[0]) == 1
-
-
-def test_the_toolbar_counts_a_chat_that_was_opened_without_its_cache() -> None:
-    """As by `--resume NAME --budget N`."""
-    session, opened = chat(), chat()
-    list(session.ask("Who?", 4))
+    opened = chat(policy)  # without its cache, as by `--resume NAME --budget N`
     opened.restore(replace(session.snapshot(), held=None))
     assert render.toolbar(opened, 20) == f"{len(session.log.ids):,} of 2,048 tokens"
 
 
 def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
     terminal = start(PYTHONIOENCODING="ascii", NO_COLOR="1")
-    terminal.type("x\r")
-    got(terminal)
+    got(terminal, "x\r")
     assert terminal.seen.isascii()
     assert "> " in terminal.seen
     assert "BAR 7 - " in terminal.seen
@@ -404,10 +350,10 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     words = {"/policy": ["adakv", "snapkv"], "/drop": ["a b", "a'c", "bad\x1b"]}
-    help = Help(
-        lambda typed: words.get(typed[0], []) if len(typed) > 1 else ["/add", "/policy"],
-        "/add".__eq__,
-    )
+
+    def after(typed: Sequence[str]) -> list[str]:
+        return words.get(typed[0], []) if len(typed) > 1 else ["/add", "/policy"]
+
     for text, offered in {
         "/": ["/add", "/policy"],
         "/policy s": ["/policy snapkv"],
@@ -421,7 +367,8 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
         "/add ~/a": ["/add ~/a.txt"],
         **{text: [] for text in ("/none x", "/add none/", "hello /a", "//a", "", "/add\n/a")},
     }.items():
-        found = Commands(help).get_completions(Document(text), CompleteEvent())
+        commands = Commands(Help(after, "/add".__eq__))
+        found = commands.get_completions(Document(text), CompleteEvent())
         assert [text[: len(text) + one.start_position] + one.text for one in found] == offered
 
 

@@ -7,9 +7,8 @@ import random
 import re
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -46,16 +45,14 @@ class Window:
 
     def lines(self) -> list[str]:
         """All rows ever shown, without what was erased."""
-        above = [
-            "".join(row[x].data for x in range(self.size[0])) for row in self.screen.history.top
-        ]
+        top, columns = self.screen.history.top, range(self.size[0])
+        above = ["".join(row[x].data for x in columns) for row in top]
         return [line.rstrip() for line in [*above, *self.screen.display]]
 
     def text(self) -> str:
         """The lines, those that the terminal itself broke put together again."""
-        return "".join(
-            line if cell_len(line) == self.size[0] else line + "\n" for line in self.lines()
-        ).rstrip("\n")
+        ends = ((line, "" if cell_len(line) == self.size[0] else "\n") for line in self.lines())
+        return "".join(line + end for line, end in ends).rstrip("\n")
 
     def styles(self, word: str) -> dict[str, object]:
         """How the first letter of `word` looks; it must be on the screen."""
@@ -66,16 +63,17 @@ class Window:
         raise AssertionError(f"no {word!r} in {self.screen.display}")
 
 
+def opened(columns: int = 80, rows: int = 24, *, colour: bool = True) -> tuple[Window, Answer]:
+    """A window and an answer that is written to it."""
+    window = Window(columns, rows)
+    return window, Answer(lambda: window.size, colour=colour)
+
+
 def show(
-    pieces: str | Sequence[str],
-    columns: int = 80,
-    rows: int = 24,
-    *,
-    colour: bool = True,
+    pieces: str | Sequence[str], columns: int = 80, rows: int = 24, *, colour: bool = True
 ) -> Window:
     """A whole answer, piece by piece; a string comes in pieces of three characters."""
-    window = Window(columns, rows)
-    answer = Answer(lambda: window.size, colour=colour)
+    window, answer = opened(columns, rows, colour=colour)
     if isinstance(pieces, str):
         pieces = [pieces[at : at + 3] for at in range(0, len(pieces), 3)]
     for piece in pieces:
@@ -86,25 +84,33 @@ def show(
 
 # -- what it looks like ----------------------------------------------------------------------
 
+PYTHON = '''```python
+@cached
+def area(r: float) -> float:  # a note
+    """Long
+    text"""
+    return 3.14 * r if r else "none"
+```
+'''
+
+
 FAMILY = "\N{MAN}\u200d\N{WOMAN}\u200d\N{GIRL}"
 TABLE = "| name | value |\n|:--|--:|\n| alpha | **1** |\n| beta gamma | 22 |\n"
 LISTED = "1. this:\n   ```sh\n   ls  -l\n   ```\n   and {0}so{0}"
+STYLED = "# Title\nSome **bold**, *slanted*, `code` and ~~gone~~ words."
+NESTED = "- one **1**\n  - deeper\n2. second\n> quoted *q*\n\n---\nEnd"
+LINKED = "[here](http://a.b/c) <http://d.e> ![i](http://f.g)"
 
 LOOKS: dict[str, str] = {
-    "# Title\nSome **bold**, *slanted*, `code` and ~~gone~~ words.": (
-        "Title\nSome bold, slanted, code and gone words."
-    ),
-    "- one **1**\n  - deeper\n2. second\n> quoted *q*\n\n---\nEnd": (
-        "• one 1\n  • deeper\n2. second\n│ quoted q\n\n" + "─" * 79 + "\nEnd"
-    ),
-    "[here](http://a.b/c) <http://d.e> ![i](http://f.g)": (
-        "here (http://a.b/c) http://d.e i (http://f.g)"
-    ),
+    STYLED: "Title\nSome bold, slanted, code and gone words.",
+    NESTED: "• one 1\n  • deeper\n2. second\n│ quoted q\n\n" + "─" * 79 + "\nEnd",
+    LINKED: "here (http://a.b/c) http://d.e i (http://f.g)",
     "文の**太字**と": "文の太字と",
     "- a\n\n    - b **c**\n\n      d **e**\n": "• a\n\n    • b c\n\n      d e",
     "Run:\n\n    a  *b*  c\n\n\n    d\n\nor **x**": "Run:\n\n    a  *b*  c\n\n    d\n\nor x",
     "a\n\n    - b **c**\n": "a\n\n    - b **c**",
     LISTED.format("**"): LISTED.format(""),
+    PYTHON: PYTHON.rstrip("\n"),
     TABLE: (
         "┌────────────┬───────┐\n│ name       │ value │\n├────────────┼───────┤\n"
         "│ alpha      │     1 │\n│ beta gamma │    22 │\n└────────────┴───────┘"
@@ -153,6 +159,13 @@ def test_what_a_terminal_shows_of_a_source(source: str, shown: str) -> None:
         ("~~gone~~ now", "gone", {"strikethrough": True}),
         ("[here](http://a.b)", "here", {"underscore": True}),
         ("| name |\n|---|\n| x |\n", "name", {"bold": True}),
+        (PYTHON, "def", {"fg": "magenta"}),  # code gets colours line by line
+        (PYTHON, "area", {"bold": True}),
+        (PYTHON, "Long", {"fg": "green"}),
+        (PYTHON, "text", {"fg": "green"}),
+        (PYTHON, '"none"', {"fg": "green"}),
+        (PYTHON, "3.14", {"fg": "cyan"}),
+        (PYTHON, "float", {"fg": "cyan"}),
     ],
 )
 def test_the_styles_of_words(source: str, word: str, look: dict[str, object]) -> None:
@@ -180,9 +193,8 @@ def test_a_table_needs_room_for_its_words() -> None:
 
 
 def test_the_block_under_construction_is_seen_and_its_rows_alone_are_taken_back() -> None:
-    window = Window(50, 20)
+    window, answer = opened(50, 20)
     window.feed("before\n")
-    answer = Answer(lambda: window.size, colour=True)
     for piece in ("Some", " **bo", "ld** wor"):
         window.feed(answer.push(piece))
     assert window.text() == "before\nSome **bold** wor"
@@ -207,8 +219,7 @@ def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
     parts = [*words * 3, long, "**end**"]
     for first in range(len(words)):
         source = " ".join(parts[first:])
-        window = Window(columns, 40)
-        answer = Answer(partial(getattr, window, "size"), colour=True)
+        window, answer = opened(columns, 40)
         for piece in [*source, ""]:
             written = answer.push(piece) if piece else answer.finish()
             window.feed(WIDTHLESS.sub("", written))
@@ -231,34 +242,6 @@ def test_code_is_written_line_by_line_exactly(fence: str) -> None:
     assert show(source).text().split() == source.replace("**after**", "after").split()
 
 
-PYTHON = '''```python
-@cached
-def area(r: float) -> float:  # a note
-    """Long
-    text"""
-    return 3.14 * r if r else "none"
-```
-'''
-
-
-@pytest.mark.parametrize(
-    ("word", "look"),
-    [
-        ("def", {"fg": "magenta"}),
-        ("area", {"bold": True}),
-        ("Long", {"fg": "green"}),
-        ("text", {"fg": "green"}),
-        ('"none"', {"fg": "green"}),
-        ("3.14", {"fg": "cyan"}),
-        ("float", {"fg": "cyan"}),
-    ],
-)
-def test_code_gets_colours_line_by_line(word: str, look: dict[str, object]) -> None:
-    window = show(PYTHON)
-    assert window.text() == PYTHON.rstrip("\n")
-    assert window.styles(word).items() >= look.items()
-
-
 @pytest.mark.parametrize("language", ["", "nonsense", "text", "{", "mermaid"])
 def test_code_in_no_known_language_stays_plain(language: str) -> None:
     assert "\x1b[K" not in show(PYTHON.replace("python", language, 1)).written
@@ -268,8 +251,7 @@ def test_code_in_no_known_language_stays_plain(language: str) -> None:
 
 @pytest.mark.parametrize("change", ["", "resize", "message"])
 def test_a_line_of_code_has_its_colours_when_it_ends_if_nothing_came_between(change: str) -> None:
-    window = Window()
-    answer = Answer(partial(getattr, window, "size"), colour=True)
+    window, answer = opened()
     window.feed(answer.push("```python\nif a:\n    ret"))
     assert window.styles("if")["fg"] == "magenta"
     assert window.styles("ret")["fg"] == "default"
@@ -292,13 +274,10 @@ def test_a_line_of_code_that_does_not_fit_on_a_row_is_left_as_it_is(columns: int
     assert window.styles("return")["fg"] == ("magenta" if columns == 80 else "default")
 
 
-@pytest.mark.parametrize(
-    "kind",
-    some_by_day(
-        ["py", "c", "js", "json", "html", "diff", "sql", "yaml", "rust"],
-        ("py", "c", "html", "diff").__contains__,
-    ),
-)
+KINDS_OF_CODE = "py c js json html diff sql yaml rust".split()
+
+
+@pytest.mark.parametrize("kind", some_by_day(KINDS_OF_CODE, "py c html diff".split().__contains__))
 @given(text=st.text(st.sampled_from("a1 \t\"'`{}()<>/*#-+\\\n=;:!$&é中"), max_size=120))
 @settings(max_examples=20, deadline=None)
 def test_colours_never_change_code(kind: str, text: str) -> None:
@@ -317,8 +296,7 @@ def test_a_block_taller_than_the_window_stays_as_it_streamed() -> None:
 
 
 def test_a_resize_or_another_writer_leaves_the_block_and_sets_the_next() -> None:
-    window = Window(80, 24)
-    answer = Answer(lambda: window.size, colour=True)
+    window, answer = opened()
     window.feed(answer.push("**first** " + "word " * 20))
     window.resize(60, 24)
     window.feed(answer.push("more **words**\n\n**second** "))
@@ -347,6 +325,24 @@ UNIQUE = "q{}z"
 
 MARKED = "{}|{}|{}|**{}**|*{}*|`{}`|~~{}~~|[{}](http://l.k)|漢{}字|<b>{}|**{}|{}\\*|é{}…".split("|")
 KINDS = "text head list loose quote table fence rule code lines".split()
+
+
+def pieces_of(source: str, draw: random.Random, most: int) -> Iterator[str]:
+    """The source in pieces of fewer characters than `most`."""
+    while source:
+        step = draw.randrange(1, most)
+        yield source[:step]
+        source = source[step:]
+
+
+@contextmanager
+def written_to() -> Iterator[Terminal]:
+    """A terminal in memory in the middle of an answer, which then ends."""
+    terminal = Terminal()
+    terminal.out, terminal.plain = Tty(), False
+    with terminal.answering():
+        yield terminal
+        terminal.end_answer()
 
 
 @st.composite
@@ -405,20 +401,15 @@ def test_every_word_is_on_screen_or_above_exactly_once(
     source: str, columns: int, rows: int, seed: int, resizes: int
 ) -> None:
     draw = random.Random(seed)
-    window = Window(columns, rows)
-    answer = Answer(lambda: window.size, colour=True)
+    window, answer = opened(columns, rows)
     window.feed("before\n" * draw.randrange(rows + 3))
-    at = 0
-    while at < len(source):
-        step = draw.randrange(1, 12)
-        window.feed(answer.push(source[at : at + step]))
-        at += step
+    for piece in pieces_of(source, draw, 12):
+        window.feed(answer.push(piece))
         if resizes == 1 and draw.random() < 0.02:
             answer.disturb()
     window.feed(answer.finish())
     text = window.text()
-    shown = re.findall(r"q\d+z", text)
-    assert sorted(shown) == sorted(re.findall(r"q\d+z", source))
+    assert sorted(re.findall(r"q\d+z", text)) == sorted(re.findall(r"q\d+z", source))
     assert text.count("漢") == source.count("漢")
     assert window.screen.cursor.x == 0
 
@@ -432,14 +423,11 @@ def test_long_answers_cost_little() -> None:
     source = "\n\n".join(forms[n % 4].format(one) for n, one in enumerate(text))
     assert 1_700 < len(source.split()) < 2_300
     pieces = re.findall(r"\s*\S{1,5}", source)
-    terminal = Terminal()
-    terminal.out, terminal.plain = Tty(), False
-    with terminal.answering():
-        began = time.process_time()
+    began = time.process_time()
+    with written_to() as terminal:
         for piece in pieces:
             terminal.answer(piece)
-        terminal.end_answer()
-        cost = time.process_time() - began
+    cost = time.process_time() - began
     assert "\x1b[1m" in printed(terminal)
     assert cost < 0.4
 
@@ -525,16 +513,10 @@ def test_hostile_outputs_split_at_random_send_styles_and_text_only(count: int) -
     draw = random.Random(15)
     for number in range(count):
         kinds = [_HOSTILE if draw.random() < 0.4 else _PLAIN for _ in range(draw.randrange(1, 14))]
-        parts = [draw.choice(kind) for kind in kinds]
-        source, at = "".join(parts), 0
-        terminal = Terminal()
-        terminal.out, terminal.plain = Tty(), False
-        with terminal.answering():
-            while at < len(source):
-                step = draw.randrange(1, 9)
-                terminal.answer(source[at : at + step])
-                at += step
-            terminal.end_answer()
+        source = "".join(draw.choice(kind) for kind in kinds)
+        with written_to() as terminal:
+            for piece in pieces_of(source, draw, 9):
+                terminal.answer(piece)
         written = printed(terminal)
         rest = re.sub(r"\r?\x1b\[[0-9;]*[mAJK]", "", written)
         assert clean(rest) == rest, (number, source)

@@ -12,14 +12,15 @@ import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
+from refusals import refused
 from typed import Tty
 
 from minikv.cli.screen import terminal
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.screen.text import clean
-from minikv.errors import UsageError
 
 
 class Broken(io.StringIO):
@@ -43,7 +44,7 @@ Use = Callable[[], Streams]
 def streams(monkeypatch: pytest.MonkeyPatch) -> Use:
     """To be called in the test, as pytest has streams of its own for a fixture: stdout and stderr
     that are no terminals."""
-    return lambda: _use(monkeypatch, io.StringIO(), io.StringIO())
+    return lambda: _use(monkeypatch, io.StringIO)
 
 
 @pytest.fixture
@@ -52,20 +53,14 @@ def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return lambda: _use(monkeypatch, Tty(), Tty())
+    return lambda: _use(monkeypatch, Tty)
 
 
-def _use(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO) -> Streams:
-    monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(sys, "stderr", err)
-    return out, err
-
-
-def test_thoughts_are_dimmed_and_cleaned(screens: Use) -> None:
-    out, err = screens()
-    Terminal().think("so\x1b[31m it is")
-    assert err.getvalue() == "\x1b[2mso[31m it is\x1b[0m"
-    assert out.getvalue() == ""
+def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> Streams:
+    made = kind(), kind()
+    for name, stream in zip(("stdout", "stderr"), made, strict=True):
+        patch.setattr(sys, name, stream)
+    return made
 
 
 # -- characters -----------------------------------------------------------------------------------
@@ -98,9 +93,8 @@ def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
         monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding="ascii", newline=""))
         made = Terminal()
         if name == "stderr":
-            assert made.writable("a · b\x1b › … × – — • │ ─ ━╸ ▁▂▃▄▅▆▇█ é") == (
-                "a - b > ... x - - * | - -  .:-=+*#@ \\xe9"
-            )
+            signs = "a · b\x1b › … × – — • │ ─ ━╸ ▁▂▃▄▅▆▇█ é"
+            assert made.writable(signs) == "a - b > ... x - - * | - -  .:-=+*#@ \\xe9"
             made.say("│é")
         else:
             made.answer("│é")
@@ -138,6 +132,13 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
         "a note\n! a warning[2J\nerror: wrong\n  do this\nerror: wrong again\nline 1\nline 2\n"
     )
     assert not made.copy("no clipboard")
+    _, err = streams()  # --quiet silences notes and no errors
+    made = Terminal(quiet=True)
+    made.note("a note")
+    made.warn("a warning")
+    made.say("said")
+    made.fail("wrong")
+    assert err.getvalue() == "said\nerror: wrong\n"
 
 
 def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
@@ -166,28 +167,27 @@ def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "given", "live", "colour", "plain"),
+    ("variables", "given", "may"),
     [
-        ({"NO_COLOR": "1"}, {}, True, False, False),
-        ({"NO_COLOR": ""}, {}, True, True, False),
-        ({"TERM": "dumb"}, {}, False, False, True),
-        ({}, {"plain": True}, False, False, True),
-        ({}, {"quiet": True}, False, True, False),
+        ({"NO_COLOR": "1"}, {}, "live"),
+        ({"NO_COLOR": ""}, {}, "live colour"),
+        ({"TERM": "dumb"}, {}, "plain"),
+        ({}, {"plain": True}, "plain"),
+        ({}, {"quiet": True}, "colour"),
     ],
+    ids=str,
 )
 def test_what_a_terminal_may_be_shown(
     screens: Use,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
     given: dict[str, bool],
-    live: bool,
-    colour: bool,
-    plain: bool,
+    may: str,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    _, err = screens()
-    made = Terminal(**given)
+    (_, err), made = screens(), Terminal(**given)
+    live, colour, plain = (word in may for word in ("live", "colour", "plain"))
     assert (made.live, made.colour, made.plain) == (live, colour, plain)
     made.say("x", "bad")
     assert ("\x1b" in err.getvalue()) == colour
@@ -212,8 +212,12 @@ def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
 
 
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
-    out, _ = screens()
+    """Thoughts are dimmed and cleaned."""
+    out, err = screens()
     made = Terminal()
+    made.think("so\x1b[31m it is")
+    assert err.getvalue() == "\x1b[2mso[31m it is\x1b[0m"
+    assert out.getvalue() == ""
     with made.answering():
         made.answer("**bo")
         made.answer("ld**\x1b[2J\n\n")
@@ -256,34 +260,25 @@ def test_messages_that_nobody_takes_cost_no_answer(
         assert not os.path.samestat(os.fstat(out.fileno()), null)
 
 
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
 def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
+    """Messages that a full disk refuses cost no answer."""
+    out, _ = streams()
+    made = Terminal()
+    made.err = Broken(FULL)
+    made.say("a message")
+    made.answer("the answer")
+    assert out.getvalue() == "the answer"
     streams()
     made = Terminal()
     made.out = Broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     with pytest.raises(BrokenPipeError):
         made.answer("x")
-    made.out = Broken(OSError(errno.ENOSPC, "No space left on device"))
+    made.out = Broken(FULL)
     with pytest.raises(OutputError, match="cannot write the output: No space left on device"):
         made.data("x")
-
-
-def test_messages_that_a_full_disk_refuses_cost_no_answer(streams: Use) -> None:
-    out, _ = streams()
-    made = Terminal()
-    made.err = Broken(OSError(errno.ENOSPC, "No space left on device"))
-    made.say("a message")
-    made.answer("the answer")
-    assert out.getvalue() == "the answer"
-
-
-def test_quiet_silences_notes_and_no_errors(streams: Use) -> None:
-    _, err = streams()
-    made = Terminal(quiet=True)
-    made.note("a note")
-    made.warn("a warning")
-    made.say("said")
-    made.fail("wrong")
-    assert err.getvalue() == "said\nerror: wrong\n"
 
 
 @pytest.mark.parametrize(
@@ -301,14 +296,19 @@ def test_nothing_is_removed_without_a_yes(
     assert err.getvalue().startswith("remove all? [y/N] ")
     assert made.confirmed("?", yes=True)
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
-    with pytest.raises(UsageError, match="no terminal to answer on"):
-        made.confirmed("?", yes=False)
+    refused("no terminal to answer on", made.confirmed, "?", yes=False)
 
 
 def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """stdin is empty, stdout gives an error, and stderr takes everything."""
+    """stdin is empty, stdout gives an error, and stderr takes everything. A closed stream is no
+    terminal, nor can it be flushed."""
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    assert not terminal._is_tty(closed)
+    terminal.hush()
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
     terminal.open_streams()
@@ -332,59 +332,39 @@ def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
                 stream.close()
 
 
-def test_a_closed_stream_is_no_terminal(streams: Use) -> None:
-    _, err = streams()
-    err.close()
-    assert not terminal._is_tty(err)
-    terminal.hush()  # nor can it be flushed
-
-
 # -- widths ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("told", "columns", "size"),
+    ("told", "widths"),
     [
-        (None, None, (80, 24)),
-        (None, "100", (100, 24)),
-        (None, "12", (20, 24)),
-        (None, "0", (80, 24)),
-        (None, "x", (80, 24)),
-        ((90, 40), None, (90, 40)),
-        ((90, 40), "50", (50, 40)),
-        ((90, 40), "99", (90, 40)),
+        (None, {"": 80, "100": 100, "12": 20, "0": 80, "x": 80}),
+        (90, {"": 90, "50": 50, "99": 90}),
     ],
 )
 def test_columns_makes_a_window_narrower_and_never_wider(
-    monkeypatch: pytest.MonkeyPatch,
-    told: tuple[int, int] | None,
-    columns: str | None,
-    size: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch, told: int | None, widths: dict[str, int]
 ) -> None:
     """Where the terminal says nothing, it has as many as COLUMNS."""
-    monkeypatch.setenv("COLUMNS", columns or "")
     if told:
-        monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size(told))
-    with open(os.devnull) as stream:
-        assert terminal.window(stream) == size
+        monkeypatch.setattr(os, "get_terminal_size", lambda number: os.terminal_size((told, 40)))
+    for columns, width in widths.items():
+        monkeypatch.setenv("COLUMNS", columns)
+        with open(os.devnull) as stream:
+            assert terminal.window(stream) == (width, 40 if told else 24), columns
+
+
+WORDS, NAMED = "word " * 9, "  a rather long name  "
 
 
 @pytest.mark.parametrize(
     ("line", "width", "rows"),
     [
         ("x" * 40, 40, ["x" * 40]),
-        (
-            "name  " + "word " * 9 + "end",
-            40,
-            ["name  " + "word " * 6 + "word", "      word word end"],
-        ),
+        (f"name  {WORDS}end", 40, ["name  " + "word " * 6 + "word", "      word word end"]),
         # A first column of more than a third of the width is none: the line's own margin and two.
-        (
-            "  a rather long name  " + "word " * 9,
-            40,
-            ["  a rather long name  word word word", "    word word word word word word"],
-        ),
-        (" " * 9 + "word " * 9, 40, [" " * 9 + "word " * 5 + "word", " " * 9 + "word word word"]),
+        (f"{NAMED}{WORDS}", 40, [f"{NAMED}word word word", "    word word word word word word"]),
+        (" " * 9 + WORDS, 40, [" " * 9 + "word " * 5 + "word", " " * 9 + "word word word"]),
         ("/path" * 9 + " a-b", 40, ["/path" * 9, "  a-b"]),
         ("took back: " + "中" * 60, 80, ["took back: " + "中" * 34, "  " + "中" * 26]),
         ("名前  " + "中文 " * 9, 20, ["名前  中文 中文 中文", "      中文 中文 中文"]),
@@ -417,7 +397,11 @@ def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
 # -- the live line, keys, and remedies ------------------------------------------------------------
 
 
-def test_of_many_frames_ten_a_second_are_drawn(screens: Use) -> None:
+def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> None:
+    """None is made where there is no terminal."""
+    _, err = streams()
+    Terminal().frame(lambda: pytest.fail("nobody sees it"))
+    assert err.getvalue() == ""
     _, err = screens()
     made, now, asked = Terminal(), [0.0], list[int]()
     made.clock = lambda: now[0]
@@ -433,53 +417,28 @@ def test_of_many_frames_ten_a_second_are_drawn(screens: Use) -> None:
     assert err.getvalue().endswith("frame 48")
 
 
-def test_where_there_is_no_terminal_no_frame_is_made(streams: Use) -> None:
-    _, err = streams()
-    Terminal().frame(lambda: pytest.fail("nobody sees it"))
-    assert err.getvalue() == ""
-
-
-class Keys:
-    """In place of a `Keyboard`: what is done with it."""
-
-    def __init__(self, *_: object) -> None:
-        self.done: list[str] = []
-
-    def open(self) -> None:
-        self.done.append("open")
-
-    def close(self) -> None:
-        self.done.append("close")
-
-
 @pytest.mark.parametrize("plain", [False, True])
 def test_keys_are_kept_from_open_to_close(
     screens: Use, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
     screens()
-    monkeypatch.setattr(terminal, "Keyboard", Keys)
+    keys = Mock()
+    monkeypatch.setattr(terminal, "Keyboard", keys)
     made = Terminal(plain=plain)
     made.open_keyboard()
-    keys: Any = made.keyboard
-    assert (keys is None) == plain
+    assert (made.keyboard is None) == plain
     made.close()
     assert made.keyboard is None
-    assert plain or keys.done == ["open", "close"]
+    assert keys().method_calls == [] if plain else [call.open(), call.close()]
 
 
-@pytest.mark.parametrize(
-    ("text", "shown", "typed"),
-    [
-        ("no remedy", "no remedy", "no remedy"),
-        ("use `budget=64`", "use --budget 64", "use /set budget 64"),
-    ],
-)
-def test_a_remedy_is_told_as_it_is_typed(streams: Use, text: str, shown: str, typed: str) -> None:
+def test_a_remedy_is_told_as_it_is_typed(streams: Use) -> None:
     streams()
-    made = Terminal()
-    assert made.words(text) == shown
-    made.chat = True
-    assert made.words(text) == typed
+    for chat, shown in ((False, "use --budget 64"), (True, "use /set budget 64")):
+        made = Terminal()
+        made.chat = chat
+        assert made.words("use `budget=64`") == shown
+        assert made.words("no remedy") == "no remedy"
 
 
 def test_the_screen_is_what_stderr_can_show(streams: Use, screens: Use) -> None:

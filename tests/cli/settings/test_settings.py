@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import typed
 import typer
+from refusals import refused
 from typed import fake_chat, invoke
 from typer.testing import CliRunner, Result
 
@@ -213,20 +214,17 @@ def test_what_is_gone_is_refused_with_what_to_use(
     """From everywhere, in one line; `config unset` removes the line."""
     says = f"{key} is gone: {GONE[key]}"
     assert GONE[key].count("`") == 2  # what the command line words as a flag
-    with pytest.raises(UsageError) as caught:
-        read(home, local=f"{key} = 1")
-    assert str(caught.value) == f"./minikv.toml: {says}"
-    with pytest.raises(UsageError) as caught:
-        read(home, **{f"MINIKV_{key.upper()}": "1"})
-    assert str(caught.value) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
+    caught = refused("", read, home, local=f"{key} = 1")
+    assert str(caught) == f"./minikv.toml: {says}"
+    caught = refused("", read, home, **{f"MINIKV_{key.upper()}": "1"})
+    assert str(caught) == f"MINIKV_{key.upper()} is gone: {GONE[key]}"
     acts = {
         f"`{key}` is gone: {GONE[key]}": lambda: minikv.load(**{key: 1}),
         f"{key} is gone: {GONE[key]}": lambda: do(context, "set", key, "1"),
     }
     for line, act in acts.items():
-        with pytest.raises(UsageError) as caught:
-            act()
-        assert str(caught.value) == line
+        caught = refused("", act)
+        assert str(caught) == line
     assert "--" not in worded(GONE[key], chat=True)  # in a chat there are no flags
     own = home / "home/.config/minikv/config.toml"
     own.write_text(f"{key} = 1 # mine\nseed = 3\n")
@@ -265,12 +263,11 @@ def test_what_is_gone_is_refused_with_what_to_use(
 def test_a_bad_file_is_refused_by_file_and_key(
     home: Path, local: str, message: str, hint: str
 ) -> None:
-    with pytest.raises(UsageError) as caught:
-        read(home, local=local)
-    assert message in str(caught.value)
-    assert hint in caught.value.hint
-    assert "\x1b" not in str(caught.value) + caught.value.hint
-    assert len(str(caught.value)) < 200
+    caught = refused("", read, home, local=local)
+    assert message in str(caught)
+    assert hint in caught.hint
+    assert "\x1b" not in str(caught) + caught.hint
+    assert len(str(caught)) < 200
 
 
 def test_files_that_are_no_files(home: Path) -> None:
@@ -281,8 +278,7 @@ def test_files_that_are_no_files(home: Path) -> None:
         (lambda: local.write_bytes(b"model = '\xff'"), "not valid UTF-8: byte 9"),
     ):
         make()
-        with pytest.raises(UsageError, match=message):
-            load({}, home / "here")
+        refused(message, load, {}, home / "here")
         local.rmdir() if local.is_dir() else local.unlink()
 
 
@@ -321,11 +317,9 @@ def test_python_has_the_defaults_of_the_flags() -> None:
 def test_wrong_policies_are_refused_in_the_same_words_before_documents_are_read(
     wrong: dict[str, Any],
 ) -> None:
-    with pytest.raises(UsageError) as early:
-        Settings(**wrong).check_eviction()
-    with pytest.raises(UsageError) as late:
-        Settings(**wrong).eviction()
-    assert (str(early.value), early.value.hint) == (str(late.value), late.value.hint)
+    early = refused("", Settings(**wrong).check_eviction)
+    late = refused("", Settings(**wrong).eviction)
+    assert (str(early), early.hint) == (str(late), late.hint)
 
 
 def test_every_key_is_a_flag_of_the_real_commands() -> None:
@@ -354,8 +348,7 @@ def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
         ("a" * 300, "cannot read .*name too long"),
         ("", "names no file"),
     ):
-        with pytest.raises(UsageError, match=f"(?i:{says})"):
-            file_text(name, typed=False)
+        refused(f"(?i:{says})", file_text, name, typed=False)
     threading.Thread(target=pipe.write_text, args=("From a pipe.",)).start()
     assert file_text(str(pipe), typed=True) == "From a pipe."
 
@@ -518,9 +511,8 @@ def test_what_set_does_not_take_changes_nothing(
     context: Context, line: str, message: str, hint: str
 ) -> None:
     before = do(context, "set")
-    with pytest.raises(UsageError, match=message) as caught:
-        do(context, "set", *line.split())
-    assert hint in caught.value.hint
+    caught = refused(message, do, context, "set", *line.split())
+    assert hint in caught.hint
     assert do(context, "set") == before
 
 
@@ -532,8 +524,7 @@ def test_policy_alone_says_what_is_in_force(bundled: ChatSession) -> None:
     assert text.startswith("adakv+pyramid, then h2o · budget 96 tokens per head\n")
     assert "  adakv+pyramid: " in text
     assert " window=16 " in text
-    with pytest.raises(UsageError, match="/show is gone"):
-        execute(context, "/show model")
+    refused("/show is gone", execute, context, "/show model")
 
 
 def test_the_system_prompt_holds_at_once_before_the_first_question(
@@ -562,5 +553,4 @@ def test_the_system_prompt_holds_at_once_before_the_first_question(
     assert "no system prompt" in do(context, "system")
     do(context, "system", "a")
     assert "(1 token; may be evicted)" in do(context, "system")
-    with pytest.raises(UsageError, match="names no file"):
-        do(context, "system", "@")
+    refused("names no file", do, context, "system", "@")
