@@ -22,7 +22,6 @@ _CALLS = {
     "pread64": (ctypes.c_ssize_t, _INT, _AT, ctypes.c_size_t, ctypes.c_int64),
     "ftruncate": (_INT, _INT, ctypes.c_int64),
     "unlink": (_INT, ctypes.c_char_p),
-    "fcntl": (_INT, _INT, _INT, _AT),
 }
 WRITES = ("pwrite64", "ftruncate", "unlink")
 

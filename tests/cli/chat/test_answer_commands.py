@@ -229,7 +229,7 @@ def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
     world.max_context = 60
     for words in (("ask", "-c", "long " * 20, document), ("ask", "long " * 20, document)):
         assert world.run(*words).exit_code == 5
-        assert [*home.glob("*/*")] == [file]
+        assert {*home.glob("*/*")} <= {file, file.with_name("lock")}
         assert file.read_bytes() == before
     world.max_context = 4096
     file.write_bytes(before.replace(b"Who runs it?", b"Who turns it"))

@@ -8,7 +8,6 @@ import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import sqlite3
@@ -125,7 +124,7 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     assert path.stat().st_mtime_ns == first
     say(session, "Why?")
     one.keep(session)
-    assert os.listdir(path.parent) == ["chat.db"]
+    assert sorted(os.listdir(path.parent)) == ["chat.db", "lock"]
     assert len(read(str(one.name)).turns) == 2
     session.undo(2)
     one.keep(session)
@@ -243,6 +242,7 @@ def test_a_file_that_was_removed_or_exchanged_is_noticed(
         assert read("one").turns == tuple(session.turns)
     shutil.copyfile(path, home / "copy")
     os.replace(home / "copy", path)
+    (home / "one" / "lock").unlink()  # as of another machine, which does not see the lock
     other.load(fresh, "one")
     say(session, "Here?")
     say(fresh, "There?")
@@ -261,20 +261,18 @@ def test_a_file_system_that_cannot_lock_is_said_once(
     number: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The chat is saved without a lock, and what another process saves meanwhile stays."""
-    monkeypatch.setattr(fcntl, "lockf", failing(OSError(number, os.strerror(number))))
-    monkeypatch.setattr(database, "_WAIT", 0)  # seconds for one that another process lets go
+    monkeypatch.setattr(fcntl, "flock", failing(OSError(number, os.strerror(number))))
     session, one, fresh, two = talked(), keeper(), chat(), keeper()
-    with before(lambda: number, "fcntl"):
-        one.save(session, "one")
-        say(session, "And?")
-        one.save(session)
-        assert capsys.readouterr().err.count("cannot be locked: keep this chat open in one") == 1
-        assert [entry.turns for entry in listing()] == [3]
-        two.load(fresh, "one")
-        assert state(fresh) == state(session)
-        say(fresh, "There?")
-        two.save(fresh)
-        refused("another minikv has saved chat one", one.save, session)
+    one.save(session, "one")
+    say(session, "And?")
+    one.save(session)
+    assert capsys.readouterr().err.count("cannot be locked: keep this chat open in one") == 1
+    assert [entry.turns for entry in listing()] == [3]
+    two.load(fresh, "one")
+    assert state(fresh) == state(session)
+    say(fresh, "There?")
+    two.save(fresh)
+    refused("another minikv has saved chat one", one.save, session)
     two.close()
 
 
@@ -413,10 +411,10 @@ def test_no_changed_bit_changes_a_chat(home: Path) -> None:
         try:
             take_up(fresh)
         except UsageError as error:
-            assert re.search("chat one is damaged: |cache: its file was damaged: ", str(error))  # noqa: PT017
+            assert str(error).startswith("chat one is damaged: ")  # noqa: PT017
             assert str(error).isprintable()  # noqa: PT017
             if "--reread" in error.hint:
-                met["a page" if "its file was" in str(error) else "a value"] += 1
+                met["a value" if "checksum" in str(error) else "a page"] += 1
                 take_up(fresh, reread=True)
                 assert (list(fresh.messages), list(fresh.documents)) == texts
                 say(fresh, "And now?")
@@ -429,7 +427,7 @@ def test_no_changed_bit_changes_a_chat(home: Path) -> None:
         else:
             met["nothing"] += 1
             assert state(fresh) == want
-    assert all(met[what] > 3 for what in ("a page", "a value", "all", "nothing")), met
+    assert all(met[what] > 2 for what in ("a page", "a value", "all", "nothing")), met
 
 
 def test_what_was_taken_back_is_not_left_in_the_file(home: Path) -> None:
@@ -745,7 +743,7 @@ def test_every_system_call_may_be_the_last(
         if (one / "chat.db").exists() or (one / "chat.jsonl").exists():
             take_up(chat(), reread=True)
             found = len(read("one").turns)
-            assert set(os.listdir(one)) <= {"chat.db", "chat.db-journal"}
+            assert set(os.listdir(one)) <= {"chat.db", "chat.db.new", "lock"}
         assert found in turns
         if code == 0:
             break
@@ -878,7 +876,7 @@ def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     refused("does not belong to this run", take_up, chat(budget=40))
     assert sorted(os.listdir(home / "one")) == files
     take_up(chat(budget=40), reread=True)
-    assert os.listdir(home / "one") == ["chat.db"]
+    assert sorted(os.listdir(home / "one")) == ["chat.db", "lock"]
     shutil.rmtree(home / "one")
     monkeypatch.setattr(minikv, "__version__", "0.1.0")
     shutil.copytree(OLD, home / "one")
@@ -891,7 +889,7 @@ def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     assert sorted(os.listdir(home / "one")) == files  # only an open chat is written anew
     session = chat(budget=40)
     found = take_up(session)
-    assert os.listdir(home / "one") == ["chat.db"]
+    assert sorted(os.listdir(home / "one")) == ["chat.db", "lock"]
     assert stat.S_IMODE((home / "one" / "chat.db").stat().st_mode) == 0o600
     (now,) = listing()
     # Of the same time: `--resume` takes the newest.
