@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import python
 from refusals import refused
 from typed import invoke
 
@@ -36,14 +36,14 @@ def test_where_a_file_is(
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert where() == tmp_path / folder / name
-    monkeypatch.setenv(variable, "relative")
-    assert where() == tmp_path / folder / name
-    monkeypatch.setenv(variable, "/xdg")
-    assert where() == Path("/xdg/minikv") / name
-    monkeypatch.setenv("MINIKV_HOME", "/own")
-    assert where() == Path("/own") / name
-    monkeypatch.setenv("MINIKV_HOME", "~/own")
-    assert where() == tmp_path / "own" / name
+    for known, value, found in (
+        (variable, "relative", tmp_path / folder),
+        (variable, "/xdg", "/xdg/minikv"),
+        ("MINIKV_HOME", "/own", "/own"),
+        ("MINIKV_HOME", "~/own", tmp_path / "own"),
+    ):
+        monkeypatch.setenv(known, value)
+        assert where() == Path(found) / name
 
 
 @pytest.mark.parametrize("where", FILES)
@@ -53,13 +53,9 @@ def test_without_a_home_directory(
     for name in ("MINIKV_HOME", *(variable for variable, _, _ in FILES.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    caught = refused("no home directory", where)
-    assert "MINIKV_HOME" in caught.hint
-
-
-def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "MINIKV_HOME" in refused("no home directory", where).hint
     monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
-    refused("a user who does not exist: '~no-such-user/x'", paths.chats_folder)
+    refused("a user who does not exist: '~no-such-user/x'", where)
 
 
 @pytest.mark.parametrize(
@@ -92,37 +88,26 @@ def test_folders_are_the_users_alone_for_any_umask(
     assert {path: stat.S_IMODE(path.stat().st_mode) for path in made} == dict.fromkeys(made, 0o700)
 
 
-def program(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def program(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """minikv in a folder that is removed before it starts."""
     entry = "from minikv.cli.__main__ import run; run()"
     script = (
         "import os, sys; os.rmdir(os.getcwd()); "
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     )
-    return subprocess.run(
-        [sys.executable, "-c", script, "-c", entry, *arguments],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    folder.mkdir()
+    return python("-c", script, "-c", entry, *arguments, folder=folder)
 
 
-@pytest.mark.parametrize("arguments", [("config", "show"), ("plan",)])
-def test_a_current_directory_that_was_deleted(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """torch's library ended the process there, or it was called a bug."""
-    (tmp_path / "gone").mkdir()
-    done = program(*arguments, folder=tmp_path / "gone")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+def test_a_current_directory_that_was_deleted(tmp_path: Path) -> None:
+    """torch's library ended the process there, or it was called a bug. Help needs none."""
+    told = [
         "error: the current directory cannot be read: No such file or directory",
         "  it was deleted or moved; change to another one with cd",
     ]
-
-
-def test_help_needs_no_current_directory(tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
+    for line in ("config show", "plan"):
+        done = program(*line.split(), folder=tmp_path / "gone")
+        assert (done.returncode, done.stderr.splitlines()) == (2, told), line
     assert program("--help", folder=tmp_path / "gone").returncode == 0
 
 
@@ -145,12 +130,6 @@ def test_warnings_of_libraries_are_shown_only_if_python_is_asked_to(asked: bool)
         "main.run = lambda: warnings.warn('for developers'); __main__.run()"
     )
     options = ("-W", "default") if asked else ()
-    done = subprocess.run(
-        [sys.executable, *options, "-c", code],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(*options, "-c", code, without=("PYTHONWARNINGS",))
     assert done.returncode == 0
     assert ("for developers" in done.stderr) == asked

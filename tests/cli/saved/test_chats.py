@@ -6,13 +6,15 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 from forked import Forked
 from test_keeper import keeper, talked
-from typed import World, invoke
+from typed import World, fails, invoke
 from typer.testing import Result
 
 from minikv.chat.report import size
@@ -44,50 +46,41 @@ def test_the_list_has_names_turns_documents_age_and_size(two: Path) -> None:
     result = run()
     assert result.exit_code == 0
     head, first, second = result.stdout.splitlines()
+    assert head.split() == ["NAME", "TURNS", "AGE", "SIZE", "DOCS", "FIRST", "QUESTION"]
     total = sum(path.stat().st_size for path in two.glob("*/*"))
     assert result.stderr.splitlines() == [f"2 chats, {size(total)}"]
-    assert head.split() == ["NAME", "TURNS", "AGE", "SIZE", "DOCS", "FIRST", "QUESTION"]
     assert re.match(r"thesis +2 +[\d,]+ d +[\d.]+ KiB +3  Who owns the mill\?$", first)
     assert second.startswith("budget-talk ")
-
-
-def test_without_chats_it_says_where_they_would_be(home: Path) -> None:
-    result = run()
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert f"no saved chat in {home}" in result.stderr
-
-
-def test_show_prints_what_was_said(two: Path) -> None:
-    session = talked()
-    answers = [turn.answer for turn in session.turns]
     text = run("show", "thesis").stdout
     assert text.startswith("document mill.txt\n> Who owns\nthe mill?\n")
     assert text.endswith("document w.txt, not read yet\n")
-    assert all(clean(answer.strip("\n")) in text for answer in answers)
+    assert all(clean(turn.answer.strip("\n")) in text for turn in talked().turns)
+    # Without chats it says where they would be.
+    shutil.rmtree(two)
+    result = run()
+    fails(result, 0, f"no saved chat in {two}")
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("command", [("show",), ("rm", "--yes")])
 def test_a_name_that_is_not_there_names_the_nearest(two: Path, command: tuple[str, ...]) -> None:
-    result = run(*command, "thesys")
-    assert result.exit_code == 2
-    assert "error: no saved chat 'thesys'" in result.stderr
-    assert "did you mean thesis?" in result.stderr
-    result = run(*command, "../thesis")
-    assert result.exit_code == 2
-    assert "cannot be the name of a chat" in result.stderr
+    fails(run(*command, "thesys"), 2, "error: no saved chat 'thesys'", "did you mean thesis?")
+    fails(run(*command, "../thesis"), 2, "cannot be the name of a chat")
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
 
 
 def test_rm_asks_nobody_where_nobody_is_there(two: Path) -> None:
+    """A damaged chat can be removed."""
+    shutil.copytree(two / "thesis", two / "damaged")
+    (two / "damaged" / "chat.db").write_text("{")
+    assert run("show", "damaged").exit_code == 2
+    assert run("rm", "damaged", "-y").exit_code == 0
+    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
     for words in (("thesis",), ("--older", "1d")):
-        result = run("rm", *words)
-        assert result.exit_code == 2
-        assert "--yes removes without asking" in result.stderr
+        fails(run("rm", *words), 2, "--yes removes without asking")
         assert len(os.listdir(two)) == 2
-    result = run("rm", "thesis", "budget-talk", "--yes")
-    assert result.exit_code == 0
+    fails(run("rm", "thesis", "budget-talk", "--yes"), 0, "removed thesis")
     assert os.listdir(two) == []
-    assert "removed thesis" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,9 +143,7 @@ def test_rm_older(two: Path, older: str, left: str) -> None:
     ],
 )
 def test_rm_refuses(two: Path, words: tuple[str, ...], said: str) -> None:
-    result = run("rm", *words, "--yes")
-    assert result.exit_code == 2
-    assert said in result.stderr
+    fails(run("rm", *words, "--yes"), 2, said)
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
 
 
@@ -161,8 +152,7 @@ def test_a_new_conversation_says_where_the_old_one_is(
     world: World, document: str, home: Path, command: str
 ) -> None:
     def said(*lines: str, flags: str = "") -> list[str]:
-        result = world.run("chat", document, *flags.split(), input="\n".join((*lines, "")))
-        assert result.exit_code == 0, result.stderr
+        result = world.ok("chat", document, *flags.split(), input="\n".join((*lines, "")))
         assert "None" not in result.stderr
         return result.stderr.splitlines()
 
@@ -176,16 +166,8 @@ def test_a_new_conversation_says_where_the_old_one_is(
     assert not any("the chat so far" in line for line in said(command))
     assert not any("the chat so far" in line for line in said("Who?", "/undo", command))
     named = said("Who?", "/save x", "/undo", command)  # without a turn, and it stays
-    assert ("  the chat so far is saved as x; /load x goes back to it" in named) == (
-        command != "/drop 1"
-    )
-
-
-def test_a_damaged_chat_can_be_removed(two: Path) -> None:
-    (two / "thesis" / "chat.db").write_text("{")
-    assert run("show", "thesis").exit_code == 2
-    assert run("rm", "thesis", "-y").exit_code == 0
-    assert os.listdir(two) == ["budget-talk"]
+    back = "  the chat so far is saved as x; /load x goes back to it"
+    assert (back in named) == (command != "/drop 1")
 
 
 @pytest.mark.parametrize(("typed", "left"), [("n\n", 2), ("\n", 2), ("\x04", 2), ("y\n", 1)])
@@ -209,17 +191,9 @@ def test_the_list_fits_the_terminal(two: Path, columns: int) -> None:
 
 
 def test_ages() -> None:
-    assert [age(s) for s in (-1, 0, 59.9, 60, 3599, 3600, 86399, 86400, 1e8)] == [
-        "0 s",
-        "0 s",
-        "59 s",
-        "1 min",
-        "59 min",
-        "1 h",
-        "23 h",
-        "1 d",
-        "1,157 d",
-    ]
+    told = {-1: "0 s", 0: "0 s", 59.9: "59 s", 60: "1 min", 3599: "59 min", 3600: "1 h"}
+    told |= {86399: "23 h", 86400: "1 d", 1e8: "1,157 d"}
+    assert {seconds: age(seconds) for seconds in told} == told
 
 
 # -- the chat itself ------------------------------------------------------------------------
@@ -245,25 +219,21 @@ def test_coming_back_shows_documents_and_the_last_exchange(world: World, documen
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        (
-            lambda path: Path(path).write_text("The mill is run by Ida."),
-            "was changed since it was read",
-        ),
+        (partial(Path.write_text, data="The mill is run by Ida."), "was changed since it was read"),
         (os.unlink, "is no longer there"),
-        (lambda path: os.utime(path, (5, 5)), ""),  # touched, and the same
-        (lambda path: None, ""),
+        (partial(os.utime, times=(5, 5)), ""),  # touched, and the same
+        (str, ""),
     ],
 )
 @pytest.mark.parametrize("command", ["chat", "ask"])
 def test_a_document_that_changed_is_told(
-    world: World, document: str, act: object, said: str, command: str
+    world: World, document: str, act: Callable[[Path], object], said: str, command: str
 ) -> None:
     if command == "chat":
         world.run("chat", document, input="Who runs it?\n")
     else:
         world.run("ask", "Who runs it?", document)
-    assert callable(act)
-    act(document)
+    act(Path(document))
     arguments = ("chat", "--resume=") if command == "chat" else ("ask", "--continue", "Why?")
     text = world.run(*arguments, input="").stderr
     told = [line for line in text.splitlines() if "report.txt" in line and line[0] == "!"]

@@ -10,7 +10,7 @@ import pytest
 from lettered import lettered
 from pairwise import pairwise
 from refusals import refused
-from small_chat import chat, say
+from small_chat import chat, reported, say
 from talk import Talk, make
 from tiers import recalling
 
@@ -47,9 +47,9 @@ def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
     assert commands.origins_of(session, saved, ()) == dict.fromkeys(held | own | run, "chat mine")
     stated = set(commands.origins_of(session, saved, {"seed", "model"}))
     assert stated == (held | own | run) - {"seed", "model", "revision"}
-    assert set(commands.origins_of(session, saved, {"budget"})) == (held | own | run) - {"budget"}
-    session.configure(EvictionConfig.read("snapkv", budget=48))
-    assert set(commands.origins_of(session, saved, {"policy"})) == (held | own | run) - {"policy"}
+    for name in ("budget", "policy"):
+        assert {*commands.origins_of(session, saved, {name})} == (held | own | run) - {name}
+        session.configure(EvictionConfig.read("snapkv", budget=48))
 
 
 def changed(origins: dict[str, str]) -> dict[str, str]:
@@ -86,15 +86,13 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     real.ask("Something else")
     keeper.keep(real.session)
     _, err = real.run("load mine")
-    lines = err.splitlines()
-    assert lines[0].startswith("mine: 2 turns, resumed in ")
-    assert lines[0].endswith(" ms; nothing was read again")
-    assert lines[1] == "  adakv, then h2o · budget 48 tokens per head"
-    assert lines[2] == "  mill.txt: 224 characters"
-    assert lines[3] == "› Why?"
+    first, *lines = err.splitlines()
+    assert first.startswith("mine: 2 turns, resumed in ")
+    assert first.endswith(" ms; nothing was read again")
+    policy = "  adakv, then h2o · budget 48 tokens per head"
+    assert lines[:3] == [policy, "  mill.txt: 224 characters", "› Why?"]
     assert clean(real.session.turns[-1].answer).rstrip("\n") == want.rstrip("\n")
-    _, err = real.run("load mine --reread")
-    assert "your next question reads it again" in err
+    assert "your next question reads it again" in real.run("load mine --reread")[1]
     _, err = real.run("load")
     head, _, last = err.splitlines()
     assert head.split()[:3] == ["NAME", "TURNS", "AGE"]
@@ -102,12 +100,11 @@ def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str
     assert last.endswith("Who?")
     real.run("load mine")
     real.ask("And now?")
-    _, err = real.run("undo 2")
-    assert "your next question reads the rest of the conversation again" in err
+    rest = "your next question reads the rest of the conversation again"
+    assert rest in real.run("undo 2")[1]
     assert [turn.question for turn in real.session.turns] == ["Who?"]
     real.run("load mine")
-    _, err = real.run("retry")
-    assert "asking again: Why?" in err
+    assert "asking again: Why?" in real.run("retry")[1]
     assert real.session.reports[-1].reuse == "refresh"
 
 
@@ -127,13 +124,12 @@ def test_without_saving(capsys: pytest.CaptureFixture[str], home: Path) -> None:
     assert not capsys.readouterr().err
 
 
+POLICIES = ("adakv", "streaming", "full")
+
+
 @pytest.mark.parametrize(
     ("policy", "tier", "reuse"),
-    pairwise(
-        ("adakv", "streaming", "full"),
-        ("auto", "file", "none"),
-        ("auto", "recall", "refresh", "once"),
-    ),
+    pairwise(POLICIES, ("auto", "file", "none"), ("auto", "recall", "refresh", "once")),
 )
 def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     policy: str, tier: str, reuse: str, capsys: pytest.CaptureFixture[str], home: Path
@@ -159,8 +155,7 @@ def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     seen = len(second.session.fed)
     said = next(line for line in err.splitlines() if line.startswith("mine: 1 turn, resumed in"))
     second.ask("Why?")
-    assert second.session.report is not None
-    read = second.session.report.tokens.prompt_new
+    read = reported(second.session).tokens.prompt_new
     again = re.search(r"; your next question reads ([\d,]+) tokens again$", said)
     assert said.endswith("; nothing was read again") == (again is None)
     question = read - (int(again[1].replace(",", "")) if again else 0)
