@@ -72,8 +72,6 @@ def run(**named: Any) -> tuple[int, str]:
 
 
 # -- the policies ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_every_policy_passes_and_soon(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some seconds of an idle processor; one that is shared counts twice as many and more."""
@@ -131,8 +129,6 @@ def test_a_wrong_reading_and_weights_that_are_not_finite_are_found_out(
 
 
 # -- the hub --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("token", "answer", "state", "message"),
     [
@@ -172,8 +168,6 @@ def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.Monkey
 
 
 # -- the machine ----------------------------------------------------------------------------
-
-
 def test_every_check_has_a_line(quick: None) -> None:
     code, table = run(offline=True)
     assert code == 0

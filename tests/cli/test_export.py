@@ -132,8 +132,6 @@ def test_a_short_text_is_not_found_in_what_came_before() -> None:
 
 
 # The page ------------------------------------------------------------------------------------
-
-
 class Elements(HTMLParser):
     """Every element with its attributes and its own text."""
 
@@ -284,8 +282,6 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
 
 
 # The command ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def context() -> Context:
     return typed.context(spoken())

@@ -75,8 +75,6 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
 
 
 # -- without a model ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -96,8 +96,6 @@ def of(model: str | None, tokens: int, policy: str = DEFAULT_PROMPT, **named: An
 
 
 # -- weights --------------------------------------------------------------------------------
-
-
 def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
     made = of(None, 1000)
     tensors = load_file(BUNDLED / "model.safetensors")
@@ -173,8 +171,6 @@ def test_random_models_of_transformers_are_counted_to_the_parameter(
 
 
 # -- the cache, against real runs -----------------------------------------------------------
-
-
 def chat_of(*windows: int | None) -> ChatSession:
     """A chat over a random network whose tokens are bytes, with a layer for each of the windows."""
     sizes = {"heads": 8, "kv_heads": 2, "head_dim": 16, "hidden": 64, "mlp": 96, "vocab": PADDED}
@@ -343,8 +339,6 @@ def test_a_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(
 
 
 # -- the command ----------------------------------------------------------------------------
-
-
 def test_the_screen_has_what_the_json_has() -> None:
     given = {"budget": "256", "memory": "24GiB"}
     text, made = run(None, "2k", **given), record(None, "2k", **given)
@@ -421,8 +415,6 @@ def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
 
 
 # -- without --tokens, and what is suggested ------------------------------------------------
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -569,8 +561,6 @@ def test_numbers_of_tokens() -> None:
 
 
 # -- where the configuration comes from -----------------------------------------------------
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A hub with an empty cache. `names` are the files of every repository; `answer` is a path to

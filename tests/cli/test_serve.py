@@ -64,8 +64,6 @@ def toy() -> Iterator[Served]:
 
 
 # -- the same answers ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("under", ["", "@adakv:64", "@streaming:128", "@full", "@kvzip:256"])
 @pytest.mark.parametrize("parts", [False, True])
 def test_an_answer_is_that_of_ask(toy: Served, under: str, parts: bool) -> None:
@@ -201,7 +199,6 @@ def test_how_an_answer_is_written_is_as_of_ask(toy: Served) -> None:
 
 
 # -- what is refused -------------------------------------------------------------------------
-
 SAY = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -318,8 +315,6 @@ def test_who_may_ask(toy: Served, key: str, headers: dict[str, str], status: int
 
 
 # -- those that wait, leave, or are slow -----------------------------------------------------
-
-
 class Slow:
     """A server over a fake that takes 10 ms for each step about a text with "slow" in it. steps:
     how many of these there were."""
@@ -426,8 +421,6 @@ def test_limits_of_a_connection(
 
 
 # -- the command -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("flags", "code", "words"),
     [
@@ -490,8 +483,6 @@ def test_the_server_of_the_command_line(number: str, times: int, code: int, limi
 
 
 # -- for long --------------------------------------------------------------------------------
-
-
 def _resident() -> int:
     """Bytes of memory that this process has now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

@@ -54,8 +54,6 @@ def test_affinity_counts(tmp_path: Path) -> None:
 
 
 # -- how they wait ------------------------------------------------------------------------------
-
-
 LOADED = """
 import os, sys
 import minikv

@@ -35,8 +35,6 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- steps and prompts of several speed, in turns, beside floors computed ------------------
-
-
 TINY = networks.find("TINY")
 
 
@@ -131,8 +129,6 @@ def test_a_peer_that_fails_costs_only_its_own_rows(monkeypatch: pytest.MonkeyPat
 
 
 # -- random networks, minikv as a system that is measured, and transformers ------------------
-
-
 FULL = EvictionConfig.read("full", "none")
 
 
@@ -200,8 +196,6 @@ def test_transformers_computes_with_the_same_weights(tied: bool) -> None:
 
 
 # -- `minikv bench` --------------------------------------------------------------------------
-
-
 FLAGS = ("--shape", "tiny", "--budget", "64", "--repeat", "1")
 
 

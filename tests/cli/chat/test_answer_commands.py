@@ -20,8 +20,9 @@ import pytest
 import torch
 from checkpoints import Spec
 from refusals import refused
+from small_chat import reported
 from tiers import MILL, recalling
-from typed import Tty, World, answer_of, context, fake_chat, invoke, on_screen, said, screen
+from typed import Tty, World, answer_of, context, fails, fake_chat, invoke, on_screen, said, screen
 
 import minikv.cli.chat.turn
 from minikv.chat.answer import Verification
@@ -41,23 +42,29 @@ from minikv.models import BUNDLED
 TEXT = "The mill is run by Ada."
 
 
+def told(world: World) -> list[str]:
+    """The questions of the last command's chat."""
+    return [turn.question for turn in world.session.turns]
+
+
 def records(text: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
 # -- /continue ------------------------------------------------------------------------------
-
-
 def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
     whole = answer_of(TEXT, "Who runs it?")
-    result = world.run("chat", document, "-n", "5", input="Who runs it?\n/continue\n/continue\n")
-    assert result.exit_code == 0, result.stderr
+    result = world.ok("chat", document, "-n", "5", input="Who runs it?\n/continue\n/continue\n")
     assert result.stdout.splitlines() == [whole[:5], whole[5:10], whole[10:]]
     lines = [line for line in result.stderr.splitlines() if " tokens · " in line]
     assert [line.split()[0] for line in lines] == ["5", "10", "12"]
     assert "stopped by max_tokens" in lines[1]
     assert "stopped by" not in lines[2]
     assert [turn.answer for turn in world.session.turns] == [whole]
+    result = world.run("chat", document, input="/continue\nWho runs it?\n/continue\n")
+    none = "error: there is no answer to continue"
+    fails(result, 2, none, "nothing to continue: the model ended its answer")
+    assert len(result.stdout.splitlines()) == 1
 
 
 def test_continue_is_saved_and_goes_on_in_another_process(
@@ -65,20 +72,11 @@ def test_continue_is_saved_and_goes_on_in_another_process(
 ) -> None:
     whole = answer_of(TEXT, "Who runs it?")
     world.run("chat", document, "-n", "3", input="Who runs it?\n/continue\n")
-    result = world.run("chat", "--resume=", "-n", "50", input="/continue\nAnd?\n")
-    assert result.exit_code == 0, result.stderr
+    result = world.ok("chat", "--resume=", "-n", "50", input="/continue\nAnd?\n")
     assert result.stdout.splitlines()[0] == whole[6:]
     assert world.session.turns[0].answer == whole
     (name,) = os.listdir(home)
     assert whole in world.run("chats", "show", name).stdout
-
-
-def test_continue_without_such_an_answer_is_refused(world: World, document: str) -> None:
-    result = world.run("chat", document, input="/continue\nWho runs it?\n/continue\n")
-    assert result.exit_code == 2
-    assert "error: there is no answer to continue" in result.stderr
-    assert "nothing to continue: the model ended its answer" in result.stderr
-    assert len(result.stdout.splitlines()) == 1
 
 
 def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> None:
@@ -102,8 +100,6 @@ def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> Non
 
 
 # -- /copy ----------------------------------------------------------------------------------
-
-
 def test_copy_sends_the_answer_to_the_terminals_clipboard() -> None:
     session, terminal = fake_chat(), screen()
     answer = "".join(session.ask("Who runs it?"))
@@ -111,21 +107,17 @@ def test_copy_sends_the_answer_to_the_terminals_clipboard() -> None:
     commands = {word: one for one in answer_commands.COMMANDS for word in one.words}
     commands["copy"].run(context(session, terminal), [])
     text = said(terminal)
-    found = re.search(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", text)
-    assert found is not None
-    assert base64.b64decode(found[1]).decode() == answer
-    assert f"sent {len(answer)} character" in text
-    assert "to the terminal's clipboard" in text
+    (sent,) = re.findall(r"\x1b\]52;c;([A-Za-z0-9+/=]*)\x07", text)
+    assert base64.b64decode(sent).decode() == answer
+    assert re.search(f"sent {len(answer)} character.*to the terminal's clipboard", text)
 
 
 def test_copy_says_what_to_do_where_it_cannot(
     world: World, document: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = world.run("chat", document, input="/copy\nWho?\n/copy\n")
-    assert result.exit_code == 2
-    assert "there is no answer to copy" in result.stderr
-    assert "/copy needs a terminal" in result.stderr
-    assert "/export FILE.html" in result.stderr
+    none = "there is no answer to copy"
+    fails(result, 2, none, "/copy needs a terminal", "/export FILE.html")
     assert "\x1b" not in result.output
     monkeypatch.setattr(answer_commands, "MOST", 3)
     result = world.run("chat", document, input="Who?\n/copy\n")
@@ -133,15 +125,11 @@ def test_copy_says_what_to_do_where_it_cannot(
 
 
 # -- chat -p and --json ---------------------------------------------------------------------
-
-
 def test_a_first_question_is_asked_and_the_chat_stays(world: World, document: str) -> None:
-    result = world.run("chat", document, "-p", "Who runs it?", input="And why?\n")
-    assert result.exit_code == 0
-    assert [turn.question for turn in world.session.turns] == ["Who runs it?", "And why?"]
+    result = world.ok("chat", document, "-p", "Who runs it?", input="And why?\n")
+    assert told(world) == ["Who runs it?", "And why?"]
     assert "› Who runs it?" in result.stderr
-    result = world.run("chat", "-p", "/help is a word", input="")  # without a document, too
-    assert result.exit_code == 0
+    world.ok("chat", "-p", "/help is a word", input="")  # without a document, too
     assert world.session.turns[0].question == "/help is a word"
     assert world.run("chat", document, "-p", " ").exit_code == 2
 
@@ -151,11 +139,8 @@ def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str)
     lines = "Who runs it?\n/stats\n/retry\n/set top_k 4\nAnd why?\n/continue\n"
     result = world.run("chat", document, "--json", input=lines)
     found = records(result.stdout)
-    assert [(one["question"], one["turn"]) for one in found] == [
-        ("Who runs it?", 1),
-        ("Who runs it?", 1),  # /retry
-        ("And why?", 2),
-    ]
+    first_twice = [("Who runs it?", 1)] * 2  # the second one is of /retry
+    assert [(one["question"], one["turn"]) for one in found] == [*first_twice, ("And why?", 2)]
     assert found[0]["answer"] == found[1]["answer"] == first
     assert found[0]["documents"] == ["report.txt"]
     assert found[0]["tokens"]["generated"] == 12
@@ -166,33 +151,25 @@ def test_json_is_a_record_per_turn_and_nothing_else(world: World, document: str)
 def test_json_has_a_record_for_a_question_that_failed(world: World, document: str) -> None:
     world.max_context = 120
     result = world.run("chat", document, "--json", input=f"Who?\n{'long ' * 40}\n/nosuch\nWhy?\n")
-    found = records(result.stdout)
-    assert [("answer" in one, one.get("code")) for one in found] == [
-        (True, None),
-        (False, 5),
-        (True, None),
-    ]
-    assert found[1]["question"].startswith("long long")
-    assert "tokens" in found[1]["error"]
-    assert result.exit_code == 5
+    first, failed, last = records(result.stdout)
+    for one in (first, last):
+        assert ("answer" in one, one.get("code")) == (True, None)
+    assert ("answer" in failed, failed["code"], result.exit_code) == (False, 5, 5)
+    assert failed["question"].startswith("long long")
+    assert "tokens" in failed["error"]
 
 
 # -- ask --continue -------------------------------------------------------------------------
-
-
 def test_ask_goes_on_in_a_saved_chat(
     world: World, document: str, home: Path, tmp_path: Path
 ) -> None:
     world.run("chat", document, input="Who runs it?\nSince when?\nWhy?\n")
     (home / os.listdir(home)[0]).rename(home / "mine")
     for question, more in (("Since when?", ()), ("Why?", ("--json",))):
-        result = world.run("ask", "--chat", "mine", question, *more, input="")
-        assert result.exit_code == 0, result.stderr
+        result = world.ok("ask", "--chat", "mine", question, *more, input="")
         assert len(result.stdout.splitlines()) == 1  # the answer alone
     assert "in chat mine (4 turns)" in result.stderr
-    assert [turn.question for turn in world.session.turns] == [
-        *("Who runs it?", "Since when?", "Why?", "Since when?", "Why?")
-    ]
+    assert told(world) == ["Who runs it?", *["Since when?", "Why?"] * 2]
     assert json.loads(result.stdout)["answer"] == world.session.turns[-1].answer
     assert "\n> Since when?\n" in world.run("chats", "show", "mine").stdout
     assert os.listdir(home) == ["mine"]
@@ -205,18 +182,18 @@ def test_ask_goes_on_in_a_saved_chat(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--chat", "mine", "--continue"), "--continue means the chat of the last ask"),
-        (("-c",), "there is no ask to continue"),
-        (("-c", "--remember", "off"), "with --remember off no ask is saved"),
-        (("--chat", "nosuch"), "no saved chat 'nosuch'"),
-        (("--chat", ""), "cannot be the name of a chat"),
-        (("--chat", "../mine"), "cannot be the name of a chat"),
+        ("--chat mine --continue", "--continue means the chat of the last ask"),
+        ("-c", "there is no ask to continue"),
+        ("-c --remember off", "with --remember off no ask is saved"),
+        ("--chat nosuch", "no saved chat 'nosuch'"),
+        ("--chat ", "cannot be the name of a chat"),
+        ("--chat ../mine", "cannot be the name of a chat"),
     ],
 )
-def test_ask_refuses_other_chats(world: World, words: tuple[str, ...], said: str) -> None:
-    result = world.run("ask", "Who?", *words, input="")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
+def test_ask_refuses_other_chats(world: World, words: str, said: str) -> None:
+    result = world.run("ask", "Who?", *words.split(" "), input="")
+    fails(result, 2, said)
+    assert result.stdout == ""
 
 
 def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
@@ -234,12 +211,11 @@ def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
     world.max_context = 4096
     file.write_bytes(before.replace(b"Who runs it?", b"Who turns it"))
     result = world.run("ask", "-c", "Since when?")
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "chat last-ask is damaged: " in result.stderr
-    assert "`minikv chats rm last-ask` removes it" in result.stderr
-    assert len(file.read_bytes()) == len(before)
-    assert world.run("ask", "Who runs it?", document).exit_code == 0  # another takes its place
-    assert world.run("ask", "-c", "Since when?").exit_code == 0
+    removes = "`minikv chats rm last-ask` removes it"
+    fails(result, 2, "chat last-ask is damaged: ", removes)
+    assert (result.stdout, len(file.read_bytes())) == ("", len(before))
+    world.ok("ask", "Who runs it?", document)  # another takes its place
+    world.ok("ask", "-c", "Since when?")
 
 
 def test_a_file_with_forms_of_its_own_is_continued(home: Path, tmp_path: Path) -> None:
@@ -251,15 +227,10 @@ def test_a_file_with_forms_of_its_own_is_continued(home: Path, tmp_path: Path) -
         assert result.exit_code == 0, result.stderr
 
 
-def told(world: World) -> list[str]:
-    """The questions of the last command's chat."""
-    return [turn.question for turn in world.session.turns]
-
-
 def test_the_last_ask_is_a_chat_that_others_leave_alone(
     world: World, document: str, home: Path
 ) -> None:
-    assert world.run("ask", "Who runs it?", document).exit_code == 0
+    world.ok("ask", "Who runs it?", document)
     assert [oct(path.stat().st_mode & 0o777) for path in home.rglob("*")] == ["0o700", "0o600"]
     world.run("chat", document, input="Why?\n")
     result = world.run("ask", "-c", "Since when?", input="")
@@ -272,8 +243,8 @@ def test_the_last_ask_is_a_chat_that_others_leave_alone(
     assert len(os.listdir(home)) == 3  # it continues as a chat of its own
     with closing(ChatFile("last-ask", lock=True)):  # another -c at the same time
         result = world.run("ask", "-c", "Since when?", input="")
-        assert (result.exit_code, result.stdout) == (2, "")
-        assert "chat last-ask is open in another minikv" in result.stderr
+        fails(result, 2, "chat last-ask is open in another minikv")
+        assert result.stdout == ""
         world.run("ask", "Where?", document)  # takes its place
     world.run("ask", "-c", "And where?", input="")
     assert told(world) == ["Where?", "And where?"]
@@ -296,14 +267,13 @@ def test_many_asks_at_once_leave_a_whole_one(home: Path) -> None:
     assert [turn.question for turn in read("last-ask").turns] == ["Who runs it?"]
 
 
-SHORT = [["--policy", "adakv"], ["--policy", "streaming"], ["--policy", "h2o"]]
-SHORT += [["--policy", "kvzip"], ["--policy", "full"], ["--budget", "20%", "--reuse", "once"]]
-SHORT += [["--reuse", "recall"]]
+POLICIES = [f"--policy {name}" for name in "adakv streaming h2o kvzip full".split()]
+LONG = "--policy adakv LONG"
 
 
-@pytest.mark.parametrize("flags", [*SHORT, ["--policy", "adakv", "LONG"]], ids=" ".join)
+@pytest.mark.parametrize("flags", [*POLICIES, "--budget 20% --reuse once", "--reuse recall", LONG])
 def test_ask_continues_as_one_chat(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     """The bundled model, and a document that is read again, or of which it is remembered what was
     read: the same rows and answers as in a chat."""
@@ -316,7 +286,7 @@ def test_ask_continues_as_one_chat(
     monkeypatch.setattr(minikv.cli.chat.turn, "build", build)
     text, path = (BUNDLED / "sample.txt").read_text(), tmp_path / "text.txt"
     path.write_text(text[: 12_000 if "LONG" in flags else 3_000])
-    words = ["--budget", "64", *flags[: 2 if "LONG" in flags else None]]
+    words = ["--budget", "64", *flags.removesuffix("LONG").split()]
     first, *later = "Who is the mayor?", "What does Halhart Works make?", "Where?"
     assert invoke("ask", first, str(path), *words).exit_code == 0
     for question in later:
@@ -334,8 +304,6 @@ def test_ask_continues_as_one_chat(
 
 
 # -- --stop ---------------------------------------------------------------------------------
-
-
 def test_stop_ends_an_answer_of_ask_and_of_a_chat(world: World, document: str) -> None:
     whole = answer_of(TEXT, "Who runs it?")
     result = world.run("ask", "Who runs it?", document, "--stop", "#", "--stop", whole[4:6])
@@ -350,14 +318,10 @@ def test_stop_texts_of_a_command_line_may_name_a_new_line(world: World, document
     world.writes("one\ntwo\\three")
     assert world.run("ask", "Who?", document, "--stop", r"\n").stdout == "one\n"
     assert world.run("ask", "Who?", document, "--stop", r"\\").stdout == "one\ntwo\n"
-    result = world.run("ask", "Who?", document, "--stop", "")
-    assert result.exit_code == 2
-    assert "must not have an empty text" in result.stderr
+    fails(world.run("ask", "Who?", document, "--stop", ""), 2, "must not have an empty text")
 
 
 # -- `/verify` and `--check` -----------------------------------------------------------------
-
-
 PARTS, LATER, SAME = 48, 300, 320
 """Budgets under which the answer to "Who?" is another after 1 token, after 11 and not at all."""
 
@@ -373,12 +337,21 @@ def verified(session: ChatSession, line: str = "/verify") -> None:
     slash_commands.execute(context(session, Terminal()), line)
 
 
-def test_the_same_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_answer_is_one_line_and_answers_that_part_are_both_shown(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     verified(asked(budget=SAME))
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("the same: all 12 tokens, each written from all that was read")
-    assert said.err.count("\n") == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("the same: all 12 tokens, each written from all that was read")
+    assert err.count("\n") == 1
+    session = asked()
+    verified(session)
+    err = capsys.readouterr().err
+    assert re.search("(?s)the answer:\n.*from all that was read:\n", err)
+    assert session.verified is not None
+    assert f"the same: {session.verified.same} token" in err
+    assert all(char.isprintable() or char == "\n" for char in err)
 
 
 def test_nothing_is_written_again_where_nothing_was_evicted(
@@ -390,17 +363,6 @@ def test_nothing_is_written_again_where_nothing_was_evicted(
     assert capsys.readouterr().err == "as without eviction: nothing was evicted\n"
     check(session, Terminal(), Interrupts())
     assert capsys.readouterr().err == ""
-
-
-def test_answers_that_part_are_both_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    session = asked()
-    verified(session)
-    said = capsys.readouterr().err
-    assert "the answer:\n" in said
-    assert "from all that was read:\n" in said
-    assert session.verified is not None
-    assert f"the same: {session.verified.same} token" in said
-    assert all(char.isprintable() or char == "\n" for char in said)
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
@@ -416,7 +378,7 @@ def test_ctrl_c_stops_it_and_the_chat_is_as_it_was(
     budget: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = asked(budget=budget)
-    fed, report, turns = list(session.fed), session.report, len(session.turns)
+    fed, report, turns = list(session.fed), reported(session), len(session.turns)
     forward, steps = session.engine.network.forward, 0
 
     def pressed(*args: Any) -> Any:
@@ -431,10 +393,8 @@ def test_ctrl_c_stops_it_and_the_chat_is_as_it_was(
         verified(session)
     assert caught.value.hint == "the chat is as it was"
     assert ("the answer:" in capsys.readouterr().err) == (budget == PARTS)
-    assert session.report is not None
-    assert session.report.against_full.checked == (budget == PARTS)
-    assert report is not None
-    still = replace(session.report, against_full=report.against_full)
+    assert reported(session).against_full.checked == (budget == PARTS)
+    still = replace(reported(session), against_full=report.against_full)
     assert (session.fed, still, len(session.turns)) == (fed, report, turns)
 
 
@@ -459,8 +419,7 @@ def test_check_says_which_it_was_and_puts_it_into_the_record(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     session = asked(budget=budget)
-    assert session.report is not None
-    assert session.report.against_full.words == "not checked"
+    assert reported(session).against_full.words == "not checked"
     check(session, Terminal(), Interrupts())
     assert capsys.readouterr().err == f"  {words}\n"
     assert session.report.against_full == AgainstFull(*known)
@@ -486,21 +445,16 @@ def test_check_stops_when_something_is_typed(
 
     monkeypatch.setattr(terminal, "keyboard", SimpleNamespace(waiting=typed))
     check(session, terminal, Interrupts())
-    assert steps == 3
     assert session.verified is not None
-    assert len(session.verified.tokens) == 3
-    assert session.report == before
+    assert (steps, len(session.verified.tokens), session.report) == (3, 3, before)
     assert capsys.readouterr().err == ""
 
 
 def test_check_without_a_tier_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     session = asked(reuse="once")
     check(session, Terminal(), Interrupts())
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "no tier" in said
-    assert session.report is not None
-    assert session.report.against_full.words == "not checked"
+    assert re.fullmatch(".*no tier.*\n", capsys.readouterr().err)
+    assert reported(session).against_full.words == "not checked"
     empty = recalling()
     check(empty, Terminal(), Interrupts())  # no answer yet
     assert capsys.readouterr().err == ""

@@ -61,8 +61,6 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
 
 
 # -- what is read ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "piped", "read"),
     [
@@ -143,8 +141,6 @@ def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -
 
 
 # -- what is said beside the answer ---------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "told"),
     [
@@ -206,8 +202,6 @@ def test_json_has_the_answer_and_the_turn_record(world: World, document: str) ->
 
 
 # -- settings -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,8 +234,6 @@ def test_usage_errors_are_one_line_and_a_hint(
 
 
 # -- failures -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [

@@ -93,8 +93,6 @@ def test_what_cannot_begin_is_a_usage_error(
 
 
 # -- saved chats ----------------------------------------------------------------------------
-
-
 def test_a_resumed_chat_says_which_settings_are_its_own(
     world: World, document: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,8 +134,6 @@ def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
 
 
 # -- slash commands -------------------------------------------------------------------------
-
-
 def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
     (tmp_path / "other file.txt").write_text("more")
     lines = f"""/help

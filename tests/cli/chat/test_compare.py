@@ -70,8 +70,6 @@ def run(session: ChatSession, name: str, question: str, tokens: int) -> Run:
 
 
 # -- the chat is untouched ------------------------------------------------------------------
-
-
 WINDOWS = ((None, None), (24, None))
 TIERS = some_by_day(
     pairwise([p for p in prompt_names() if p != "full"], ("ram", "file"), (1, 3), WINDOWS),
@@ -243,8 +241,6 @@ def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- what is asked --------------------------------------------------------------------------
-
-
 def test_policies_of_a_comparison() -> None:
     session = asked("Who?")
 
@@ -308,8 +304,6 @@ def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("after", "runs"), [(0, 1), (4, 1), (30, 2), (50, 3)])
 def test_ctrl_c_stops_it(
     after: int, runs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -341,8 +335,6 @@ def test_ctrl_c_stops_it(
 
 
 # -- the table ------------------------------------------------------------------------------
-
-
 def runs_of(texts: list[str]) -> list[Run]:
     report = reported(asked("Who?"))
     kept = replace(report.tokens, kept_min=report.tokens.seen_total)

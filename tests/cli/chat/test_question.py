@@ -99,7 +99,6 @@ def test_the_rest_is_refused_with_the_line_to_type(line: str, typed: str) -> Non
     first, *others = shlex.split(line)
     words = shlex.split(typed)
     message = "there is no question" if "QUESTION" in words else "name no file"
-    caught = refused(message, sorted_out, first, others)
-    assert f"minikv ask {typed}" in caught.hint
+    assert f"minikv ask {typed}" in refused(message, sorted_out, first, others).hint
     if "QUESTION" not in words:
         assert sorted_out(words[0], words[1:]) == (words[0], words[1:], "")

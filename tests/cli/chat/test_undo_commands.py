@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,14 @@ def test_undo_says_what_it_took_back(talk: Talk) -> None:
     talk.ask("Why? \x1b[31m" + "x" * 100)
     out, err = talk.run("undo 2")
     assert out == ""
-    lines = err.splitlines()
-    assert lines[0].startswith("undone: Why? [31mxxx")
-    assert lines[0].endswith("…")
-    assert len(lines[0]) <= 90
-    assert lines[1] == "undone: Who runs it?"
-    assert lines[2] == "  a.txt will be read with your next question"
-    assert lines[3] == "  b.txt came later and went too; /add brings it back"
+    cut, *lines = err.splitlines()
+    assert re.fullmatch(r"undone: Why\? \[31mxxx.*…", cut)
+    assert len(cut) <= 90
+    again = "  a.txt will be read with your next question"
+    later = "  b.txt came later and went too; /add brings it back"
+    assert lines[:3] == ["undone: Who runs it?", again, later]
     assert talk.ask("Who\nruns   it?") == first
-    _, err = talk.run("undo")
-    assert err.splitlines()[1] == "  a.txt will be read with your next question"
+    assert talk.run("undo")[1].splitlines()[1] == again
     assert "there is no turn to undo" in talk.refused("undo")
 
 
@@ -52,8 +51,7 @@ def test_undo_says_that_the_rest_is_read_again(talk: Talk, real: Talk) -> None:
             each.ask(question)
         said = "your next question reads the rest of the conversation again"
         assert (said in each.run("undo")[1]) == (each is real)
-        _, err = each.run("retry")
-        assert "asking again: two" in err
+        assert "asking again: two" in each.run("retry")[1]
         assert [turn.question for turn in each.session.turns] == ["one", "two"]
 
 
@@ -71,22 +69,17 @@ def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk) -> Non
 def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
     first = real.ask("Who?")
     fed, own = list(real.session.fed), real.session.eviction
-    out, err = real.run("retry --policy streaming --budget=40")
+    _, err = real.run("retry --policy streaming --budget=40")
     assert err.splitlines()[0].startswith("for this answer: streaming, then streaming · budget 40")
     assert "the next question reads all again, for the chat's own policy" in err
-    assert real.session.eviction == own
-    assert real.session.reports[-1].policy == "streaming"
-    assert real.session.reports[-1].tokens.kept_max <= 41
-    assert len(real.session.turns) == 1
-    assert real.session.rereads
-    out, err = real.run("retry")
-    assert out == first
-    assert real.session.fed == fed
-    assert not real.session.rereads
+    (turn,) = real.session.turns
+    assert (real.session.eviction, real.session.rereads) == (own, True)
+    assert (turn.report.policy, turn.report.tokens.kept_max <= 41) == ("streaming", True)
+    out, _ = real.run("retry")
+    assert (out, real.session.fed, real.session.rereads) == (first, fed, False)
     _, err = real.run("retry --seed 5")
     assert err.splitlines()[0].endswith("seed 5")
-    assert real.session.reports[-1].seed == 5
-    assert real.session.seed == 0
+    assert (real.session.reports[-1].seed, real.session.seed) == (5, 0)
 
 
 @pytest.mark.parametrize("reuse", ["once", "auto"])
@@ -104,12 +97,11 @@ def test_a_retry_with_another_policy_answers_as_that_policy_does(real: Talk, reu
     want = "".join(other.ask("Why?", real.context.generation.max_tokens))
     out, _ = real.run("retry --policy streaming --budget 40")
     assert out.rstrip("\n") == clean(want).rstrip("\n")
-    record = real.session.reports[-1]
-    assert (record.policy, record.reuse, record.misses) == ("streaming", "refresh", 0)
-    # and the next question is answered by the chat's own policy, from a cache of its own
+    # And the next question is answered by the chat's own policy, from a cache of its own.
+    retried = real.session.reports[-1]
     real.ask("And?")
-    record = real.session.reports[-1]
-    assert (record.policy, record.reuse, record.misses) == ("adakv", "refresh", 0)
+    for record, policy in ((retried, "streaming"), (real.session.reports[-1], "adakv")):
+        assert (record.policy, record.reuse, record.misses) == (policy, "refresh", 0)
 
 
 def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> None:
@@ -129,26 +121,22 @@ def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> Non
 
 
 def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) -> None:
-
     real.ask("Who?")
-    real.run("retry --policy random --seed 3")
-    assert real.session.reports[-1].policy_options["seed"] == 3
-    real.session.configure(EvictionConfig.read("random", budget=48))
-    real.run("retry --seed 4")
-    assert real.session.reports[-1].policy_options["seed"] == 4
-    own = EvictionConfig.read("random", budget=48, options={"seed": 9}, seed=4)
-    real.session.configure(own)
-    real.run("retry --seed 5")
-    assert real.session.reports[-1].policy_options["seed"] == 9
+    for own, line, seed in (
+        (None, "retry --policy random --seed 3", 3),
+        ({}, "retry --seed 4", 4),
+        ({"options": {"seed": 9}, "seed": 4}, "retry --seed 5", 9),
+    ):
+        if own is not None:
+            real.session.configure(EvictionConfig.read("random", budget=48, **own))
+        real.run(line)
+        assert real.session.reports[-1].policy_options["seed"] == seed
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("undo x", "/undo takes a number"),
-        ("undo 1 2", "/undo takes a number"),
-        ("undo -1", "/undo takes a number"),
-        ("undo ²", "/undo takes a number"),
+        *((f"undo {count}", "/undo takes a number") for count in ("x", "1 2", "-1", "²")),
         ("undo 0", "1 or more"),
         ("undo 2", "this chat has 1 turn"),
         ("retry --polcy x", "does not take '--polcy'"),

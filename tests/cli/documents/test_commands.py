@@ -193,8 +193,6 @@ def test_drop_refuses_what_it_cannot_find(
 
 
 # -- /tokens ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def bundled() -> ChatSession:
     return minikv.load(device="cpu", budget=64)

@@ -200,8 +200,6 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
 
 
 # -- lines from a pipe -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "lines"),
     [

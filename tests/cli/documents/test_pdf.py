@@ -105,8 +105,6 @@ def pages_of(data: bytes) -> list[str]:
 
 
 # -- what is read ---------------------------------------------------------------------------
-
-
 def test_the_text_of_every_page_and_what_was_missed(tmp_path: Path) -> None:
     """A whole PDF gives no warning and needs no file. A password for the owner alone does not
     matter."""
@@ -242,7 +240,6 @@ def test_what_a_pdf_is(data: bytes, yes: bool) -> None:
 
 
 # -- what is refused ------------------------------------------------------------------------
-
 TREE = [  # 2^25 pages
     b"<< /Type /Pages /Kids [%d 0 R %d 0 R] /Count %d >>" % (n + 3, n + 3, 2 ** (25 - n))
     for n in range(25)
@@ -332,8 +329,6 @@ def test_ctrl_c_stops_the_reading() -> None:
 
 
 # -- the child --------------------------------------------------------------------------------
-
-
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     hangs = ["/bin/sh", "-c", f"(sleep 1; touch {mark}) & wait"]

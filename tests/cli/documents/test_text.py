@@ -147,8 +147,6 @@ def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:
 
 
 # -- the files that documents were read from -------------------------------------------------
-
-
 def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one two")

@@ -130,8 +130,6 @@ def test_a_prompt_is_fed_to_the_letter(tmp_path: Path, asked: str, prefix: str |
 
 
 # -- scores ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("metric", "answer", "right", "score"),
     [

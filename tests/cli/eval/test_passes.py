@@ -79,8 +79,6 @@ def test_the_first_difference_is_that_of_the_answers() -> None:
 
 
 # -- a document that many policies read is computed once -------------------------------------
-
-
 class Counted:
     """A network that notes how many tokens it reads, and behind how many."""
 

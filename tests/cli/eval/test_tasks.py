@@ -147,7 +147,6 @@ def test_long_answers_are_of_every_kind_in_turn() -> None:
 
 
 # -- a user's own text ---------------------------------------------------------------------
-
 HAY = tasks.Haystack(TEXT)
 
 

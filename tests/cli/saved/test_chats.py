@@ -197,8 +197,6 @@ def test_ages() -> None:
 
 
 # -- the chat itself ------------------------------------------------------------------------
-
-
 def test_leaving_says_how_to_come_back(world: World, document: str, home: Path) -> None:
     result = world.run("chat", document, input="Who runs it?\n")
     (name,) = os.listdir(home)

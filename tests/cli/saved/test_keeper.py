@@ -279,8 +279,6 @@ def test_a_file_system_that_cannot_lock_is_said_once(
 
 
 # -- refused ------------------------------------------------------------------------------
-
-
 def model(home: Path, folder: str = "a", weights: bytes = b"weights", **texts: str) -> Facts:
     """Of a model there. texts: of its config and its tokenizer."""
     path = home / folder
@@ -358,8 +356,6 @@ def test_what_the_user_states_is_taken_and_all_is_read_again(
 
 
 # -- damaged, foreign and hostile files -----------------------------------------------------
-
-
 def unchanged_but_for(path: Path, how: str) -> None:
     data = path.read_bytes()
     path.unlink()
@@ -637,8 +633,6 @@ def test_a_cache_that_cannot_be_used_is_no_damage(
 
 
 # -- saves that fail ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [MemoryError, type("PanicException", (BaseException,), {})])
 def test_memory_that_is_short_for_a_save_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BaseException]
@@ -830,8 +824,6 @@ def test_what_cannot_be_saved_costs_one_warning(
 
 
 # -- settings and processes ---------------------------------------------------------------
-
-
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     session = talked(facts=model(tmp_path), pin_system=True)
     saved(session)
@@ -863,8 +855,6 @@ def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
 
 
 # -- chats of earlier versions ------------------------------------------------------------------
-
-
 def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

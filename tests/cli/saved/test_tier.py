@@ -106,8 +106,6 @@ def unread(session: ChatSession, question: str) -> tuple[str, list[int]]:
 
 
 # -- taken up again ---------------------------------------------------------------------------
-
-
 full = failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
@@ -254,8 +252,6 @@ def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
 
 
 # -- forks --------------------------------------------------------------------------------------
-
-
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
@@ -315,8 +311,6 @@ def test_a_save_that_fails_at_its_end_leaves_the_tier(
 
 
 # -- what goes wrong ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "earlier", "gone"])
 def test_a_damaged_part_is_read_again_and_said_in_one_line(
     home: Path, at: float | str, capsys: pytest.CaptureFixture[str]
@@ -398,8 +392,6 @@ def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
 
 
 # -- a chat that is not saved ---------------------------------------------------------------------
-
-
 def test_a_chat_that_is_not_saved_leaves_nothing(home: Path) -> None:
     cache = home.parent / "cache"
     keeper, session = asked(save=False)
@@ -451,7 +443,6 @@ def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
 
 
 # -- killed -----------------------------------------------------------------------------------
-
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
 _TALKER = """
 import sys; sys.path[:0] = sys.argv[1:]

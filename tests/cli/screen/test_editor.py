@@ -318,8 +318,6 @@ def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
 
 
 # -- without a terminal ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [

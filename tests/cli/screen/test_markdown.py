@@ -83,7 +83,6 @@ def show(
 
 
 # -- what it looks like ----------------------------------------------------------------------
-
 PYTHON = '''```python
 @cached
 def area(r: float) -> float:  # a note
@@ -229,8 +228,6 @@ def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
 
 
 # -- code ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fence", ["```", "~~~~", "````"])
 def test_code_is_written_line_by_line_exactly(fence: str) -> None:
     code = ["def f(x):", "\treturn  '**' + x  # " + "long " * 30, "", "  ``", "", "", "end  "]
@@ -287,8 +284,6 @@ def test_colours_never_change_code(kind: str, text: str) -> None:
 
 
 # -- the window ------------------------------------------------------------------------------
-
-
 def test_a_block_taller_than_the_window_stays_as_it_streamed() -> None:
     source = " ".join(f"**w{n}**" for n in range(200))
     window = show(f"{source}\n\n**last**", columns=40, rows=10)
@@ -433,8 +428,6 @@ def test_long_answers_cost_little() -> None:
 
 
 # -- the terminal around it ------------------------------------------------------------------
-
-
 CHILD = """
 import signal, termios, os
 from minikv.cli.screen.terminal import Terminal

@@ -83,8 +83,6 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 
 # -- the text -------------------------------------------------------------------------------
-
-
 def drawn(
     shown: Shown,
     columns: int,
@@ -152,8 +150,6 @@ def test_durations() -> None:
 
 
 # -- drawing --------------------------------------------------------------------------------
-
-
 def test_at_most_ten_frames_a_second(shown: Shown) -> None:
     terminal, screen, clock = shown()
     live = Live(terminal, "reading")
@@ -217,8 +213,6 @@ def test_an_ascii_terminal_gets_an_ascii_bar(shown: Shown) -> None:
 
 
 # -- loading --------------------------------------------------------------------------------
-
-
 def test_weights_are_reported_byte_by_byte_of_the_files(tmp_path: Path, shown: Shown) -> None:
     """Ctrl-C stops them."""
     tiny.write(tmp_path)
@@ -352,8 +346,6 @@ def test_ctrl_c_ends_a_download_and_is_no_failure_of_the_hub(
 
 
 # -- thoughts on the screen ------------------------------------------------------------------
-
-
 THOUGHTS = (
     "Who runs the mill? Let me see: it was sold in 1912, and Ada has run it since then. But there "
     "is a lease further down, with a_word_that_is_wider_than_a_row_of_fifty_columns, until 1950."

@@ -64,8 +64,6 @@ def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> Streams:
 
 
 # -- characters -----------------------------------------------------------------------------------
-
-
 def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
     """Every code point, against Unicode's own tables."""
     every = "".join(map(chr, range(0x110000)))
@@ -109,8 +107,6 @@ def test_a_stream_without_an_encoding_takes_everything(streams: Use) -> None:
 
 
 # -- what goes where ------------------------------------------------------------------------------
-
-
 def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
     out, err = streams()
     made = Terminal()
@@ -239,8 +235,6 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
 
 
 # -- streams that fail ----------------------------------------------------------------------------
-
-
 def test_messages_that_nobody_takes_cost_no_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,8 +327,6 @@ def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
 
 
 # -- widths ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("told", "widths"),
     [
@@ -395,8 +387,6 @@ def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
 
 
 # -- the live line, keys, and remedies ------------------------------------------------------------
-
-
 def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> None:
     """None is made where there is no terminal."""
     _, err = streams()

@@ -79,8 +79,6 @@ def called(made: Config, *arguments: str) -> Result:
 
 
 # -- a value from everywhere ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "text", "toml", "value"),
     [
@@ -145,8 +143,6 @@ def vars_of(settings: Any) -> dict[str, Any]:
 
 
 # -- what is refused ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("key", "text", "message"),
     [
@@ -343,8 +339,6 @@ def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
 
 
 # -- minikv config --------------------------------------------------------------------------
-
-
 def test_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And aliases of both files."""
     monkeypatch.chdir(home / "here")
@@ -386,7 +380,6 @@ def test_init_writes_every_key_with_its_default_and_never_overwrites(
 
 
 # -- slash commands -------------------------------------------------------------------------
-
 COMMANDS = (*settings_commands.COMMANDS, *document_commands.COMMANDS)
 
 
