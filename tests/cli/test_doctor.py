@@ -168,7 +168,7 @@ def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.Monkey
 
 
 # -- the machine ----------------------------------------------------------------------------
-def test_every_check_has_a_line(quick: None) -> None:
+def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     code, table = run(offline=True)
     assert code == 0
     first, *_ = rows = [row for row in table.splitlines() if row[0] != " "]
@@ -176,6 +176,12 @@ def test_every_check_has_a_line(quick: None) -> None:
     assert names == "versions cpu gpu kernels memory models hub policies"
     assert torch.__version__ in first
     assert "\x1b" not in table
+    # A check that breaks is a failed check.
+    monkeypatch.setattr(examination.shutil, "disk_usage", failing(OSError("no such\ndevice")))
+    code, text = run(offline=True)
+    assert code == 1
+    assert "failed   models    OSError: no such device" in text
+    assert "ok       policies" in text  # the others still ran
 
 
 @pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
@@ -194,16 +200,6 @@ def test_the_class_of_the_processor_and_the_choice_are_shown(
     later = examination.kernels()
     assert check.state == later.state == OK
     assert later.detail.endswith("Linux refuses this process the tiles (AMX) of the processor")
-
-
-def test_a_check_that_breaks_is_a_failed_check(
-    quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(examination.shutil, "disk_usage", failing(OSError("no such\ndevice")))
-    code, text = run(offline=True)
-    assert code == 1
-    assert "failed   models    OSError: no such device" in text
-    assert "ok       policies" in text  # the others still ran
 
 
 def test_little_disk_and_a_locked_cache_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:

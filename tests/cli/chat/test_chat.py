@@ -23,6 +23,11 @@ def test_piped_questions_are_turns(world: World, document: str) -> None:
     assert first != second
     assert world.session.turn == 2
     assert result.stderr.count("first token") == 2
+    # A turn that fails leaves the chat intact.
+    world.max_context = 120
+    result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
+    fails(result, 5, "/drop NUMBER removes one")
+    assert result.stdout == answer_of(TEXT, "short?") + "\n"
 
 
 @pytest.mark.parametrize(
@@ -238,10 +243,3 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
     result = world.ok("chat", document, input=f"/add {other}\nstill here?\n")
     assert len(result.stdout.splitlines()) == 1
     assert len(world.session.documents) == 2
-
-
-def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -> None:
-    world.max_context = 120
-    result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
-    fails(result, 5, "/drop NUMBER removes one")
-    assert result.stdout == answer_of(TEXT, "short?") + "\n"

@@ -286,14 +286,12 @@ def test_bad_arguments_before_anything_runs(
     assert state(session) == before
 
 
-def test_nothing_to_compare() -> None:
+def test_what_cannot_be_compared() -> None:
     session = chat("full", "none", eviction=EvictionConfig.read("full"))
     refused("no question", compared, session)
     list(session.ask("Who?", 2))
     refused("evicts nothing", compared, session)
-
-
-def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
+    # A document that does not fit gives the session's error.
     session = asked("Who?")
     (turn,) = session.turns
     session.turns[0] = replace(turn, documents=(*turn.documents, Document("x" * 4000)))

@@ -56,6 +56,9 @@ def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
     texts, _ = read(given, Reader(), lambda: b"piped")
     assert [text.name for text in texts] == ["z.txt", None, "1.txt", "2.txt"]
     assert texts[1].text == "piped"
+    # A file whose name is a pattern is that file.
+    tree(tmp_path, "a[1].txt", "a1.txt")
+    assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
 
 
 def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
@@ -104,11 +107,6 @@ def test_patterns(
     monkeypatch.setenv("HOME", str(tmp_path))
     for named in (pattern, tmp_path / pattern, f"~/{pattern}"):
         assert names(named) == expected.split()
-
-
-def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
-    tree(tmp_path, "a[1].txt", "a1.txt")
-    assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
 
 
 ADDRESS = "is an address, and minikv downloads no documents"

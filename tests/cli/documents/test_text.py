@@ -74,6 +74,12 @@ def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
     refused("is a directory", read_file, str(tmp_path))
     refused("not a regular file", read_file, "/dev/zero")
     refused("cannot read", read_file, "nul\x00byte")
+    # A hostile file name is one clean line.
+    found = read_file(write(tmp_path, b"text", "a\x1b]0;b\nc\u202ed.txt"))
+    assert found.name == "a]0;b cd.txt"
+    with pytest.raises(UsageError) as caught:
+        read_file(str(tmp_path / "no\x1bsuch\nfile"))
+    assert "\x1b" not in str(caught.value)
 
 
 def piped(path: Path, *pieces: bytes) -> threading.Thread:
@@ -138,14 +144,6 @@ def test_the_size_limit_holds_for_files_and_pipes(
     writer.join(60)
 
 
-def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:
-    found = read_file(write(tmp_path, b"text", "a\x1b]0;b\nc\u202ed.txt"))
-    assert found.name == "a]0;b cd.txt"
-    with pytest.raises(UsageError) as caught:
-        read_file(str(tmp_path / "no\x1bsuch\nfile"))
-    assert "\x1b" not in str(caught.value)
-
-
 # -- the files that documents were read from -------------------------------------------------
 def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
@@ -166,9 +164,7 @@ def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None
     assert "can no longer be read" in changes([document])[0]
     path.rmdir()
     assert "is no longer there" in changes([document])[0]
-
-
-def test_what_is_no_file_has_no_source(tmp_path: Path) -> None:
+    # What is no file has no source.
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "nosuch", Path("/dev/null")):
         assert source_of(str(path)) is None

@@ -52,10 +52,7 @@ def test_the_bundled_model_is_asked_as_it_always_was() -> None:
         assert new.questions == tuple(f"{q} Answer with the value alone." for q in old.questions)
         assert (new.right, new.groups) == (old.right, old.groups)
     assert {(i.metric, i.max_tokens) for i in others} == {(contains_words, 48)}
-
-
-def test_only_the_bundled_model_is_asked_for_long_answers_alone() -> None:
-    """Words of one token are most of what another tokenizer could be asked for."""
+    # Words of one token are most of what another tokenizer could be asked for.
     long = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5)]
     every = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5, TOLD)]
     assert all(" " in answer for answer in long)

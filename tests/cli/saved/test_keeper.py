@@ -74,6 +74,10 @@ def saved(session: ChatSession, name: str = "one") -> Keeper:
     return one
 
 
+def questions(chat: Any) -> list[str]:
+    return [turn.question for turn in chat.turns]
+
+
 def take_up(session: ChatSession, name: str = "one", **given: Any) -> Saved:
     """As a process that ends right after."""
     one = keeper()
@@ -96,17 +100,15 @@ def state(session: ChatSession) -> list[object]:
     ("policy", "budget"), [("adakv", 48), ("streaming", "20%"), ("full", 512), ("h2o", "48KiB")]
 )
 def test_a_chat_goes_on_as_if_it_had_never_been_closed(policy: str, budget: int | str) -> None:
-    session = talked(policy=policy, budget=budget)
+    session, fresh = talked(policy=policy, budget=budget), chat("adakv", 40, seed=9)
     saved(session).close()
     before = state(session)
-    want = say(session, "And now?"), say(session, "Then?"), held_of(session)
-    fresh = chat("adakv", 40, seed=9)
     say(fresh, "something else first")
     take_up(fresh)
     assert state(fresh) == before
-    assert fresh.report == fresh.turns[-1].report
-    assert fresh.system == "be brief"
-    assert (say(fresh, "And now?"), say(fresh, "Then?"), held_of(fresh)) == want
+    assert (fresh.report, fresh.system) == (fresh.turns[-1].report, "be brief")
+    one, two = ((say(s, "And now?"), say(s, "Then?"), held_of(s)) for s in (session, fresh))
+    assert one == two
 
 
 def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
@@ -125,8 +127,7 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     assert path.stat().st_mtime_ns == first
     say(session, "Why?")
     one.keep(session)
-    assert os.listdir(path.parent) == ["chat.db"]
-    assert len(read(str(one.name)).turns) == 2
+    assert (os.listdir(path.parent), len(read(str(one.name)).turns)) == (["chat.db"], 2)
     session.undo(2)
     one.keep(session)
     left = read(str(one.name))
@@ -134,8 +135,8 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     session.reset()
     say(session, "Another conversation")
     one.keep(session)
-    assert os.listdir(home) == [one.name]  # not the chat without a turn
-    assert len(read(str(one.name)).turns) == 1
+    # Not the chat without a turn.
+    assert (os.listdir(home), len(read(str(one.name)).turns)) == ([one.name], 1)
     session.undo()
     one.keep(session)
     one.close()
@@ -163,7 +164,7 @@ def test_a_chat_of_an_earlier_version_opens(home: Path) -> None:
     refused('queryspan is gone: `policy="global-span"`', take_up, chat(), "old")
     fresh = chat("adakv", 40)
     take_up(fresh, "old", given={"policy"}, reread=True)
-    assert [turn.question for turn in fresh.turns] == [turn.question for turn in session.turns]
+    assert questions(fresh) == questions(session)
 
 
 def test_a_chat_opens_that_was_left_after_an_undo() -> None:
@@ -253,7 +254,7 @@ def test_a_file_that_was_removed_or_exchanged_is_noticed(
     one.keep(session)
     assert "this chat is not saved: another minikv has saved" in capsys.readouterr().err
     one.save(session, "two", fork=True)
-    assert [read(name).turns[-1].question for name in ("one", "two")] == ["There?", "Here?"]
+    assert [questions(read(name))[-1] for name in ("one", "two")] == ["There?", "Here?"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
@@ -317,7 +318,7 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
     assert "--reread" in error.hint
     assert state(fresh) == before
     take_up(fresh, reread=True)  # which works with any model
-    assert [turn.question for turn in fresh.turns] == ["Who owns\nthe mill?", "Why?"]
+    assert questions(fresh) == ["Who owns\nthe mill?", "Why?"]
 
 
 def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path) -> None:
@@ -328,16 +329,17 @@ def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("given", "stated", "then"),
+    ("stated", "more"),
     [
-        ("policy", {"policy": "snapkv"}, {"policy": "snapkv"}),
-        ("decode", {"decode": "tova"}, {"policy": "adakv", "decode": "tova"}),
-        ("budget", {"budget": 64}, {"policy": "adakv", "budget": 64}),
-        ("options", {"options": {"window": 16}}, {"options": {"window": 16}}),
+        ({"policy": "snapkv"}, {}),
+        ({"decode": "tova"}, {"policy": "adakv"}),
+        ({"budget": 64}, {"policy": "adakv"}),
+        ({"options": {"window": 16}}, {}),
     ],
+    ids=str,
 )
 def test_what_the_user_states_is_taken_and_all_is_read_again(
-    given: str, stated: dict[str, Any], then: dict[str, Any]
+    stated: dict[str, Any], more: dict[str, Any]
 ) -> None:
     """The chat's own policy and budget otherwise, and its cache if they are alike."""
     saved(talked()).close()
@@ -346,12 +348,13 @@ def test_what_the_user_states_is_taken_and_all_is_read_again(
     one.load(fresh, "one")
     assert (fresh.eviction, bool(fresh.fed)) == (EvictionConfig.read("adakv", budget=48), True)
     fresh.configure(EvictionConfig.read(**stated))
-    one.load(fresh, "one", given={given})
-    assert (fresh.eviction, fresh.fed) == (EvictionConfig.read(**{"budget": 48} | then), [])
+    one.load(fresh, "one", given={*stated})
+    then = EvictionConfig.read(**{"budget": 48} | stated | more)
+    assert (fresh.eviction, fresh.fed) == (then, [])
     say(fresh, "And now?")
     assert fresh.reports[-1].tokens.prompt_reused == 0
     one.save(fresh)
-    one.load(fresh, "one", given={given})
+    one.load(fresh, "one", given={*stated})
     assert fresh.fed
 
 
@@ -400,8 +403,7 @@ def test_no_changed_bit_changes_a_chat(home: Path) -> None:
     session = talked()
     saved(session).close()
     path, want, met = home / "one" / "chat.db", state(session), Counter[str]()
-    texts = list(session.messages), list(session.documents)
-    whole = path.read_bytes()
+    texts, whole = (list(session.messages), list(session.documents)), path.read_bytes()
     page = int.from_bytes(whole[16:18])
     for at in sorted({*range(0, len(whole), 509), *range(page, len(whole), page)}):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
@@ -557,10 +559,7 @@ def test_a_journal_that_names_a_file_does_not_delete_it(home: Path) -> None:
     assert listing()[0].name in ("one", "two")
     assert (home / "precious").read_text() == "precious"
     take_up(chat(), "two")  # the same journal without the name is rolled back
-
-
-def test_what_a_killed_continuation_left_does_not_harm_the_next_ask() -> None:
-    """SQLite would take back that save in the file which the next `ask` put in its place."""
+    # SQLite would roll a killed save back in the file that the next `ask` put in its place.
     keeper().keep_ask(talked())
     killed_while_saving("last-ask")
     session = talked()
@@ -638,7 +637,6 @@ def test_memory_that_is_short_for_a_save_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BaseException]
 ) -> None:
     """The library of safetensors raises what is no Exception; Ctrl-C is none of it."""
-
     monkeypatch.setattr(safetensors.torch, "save", failing(error()))
     session, one = talked(), keeper()
     one.keep(session)
@@ -677,11 +675,8 @@ def test_an_error_of_the_disk_is_not_another_process(calls: tuple[str, ...]) -> 
     one = saved(session)
     for at in (1, 2, 5, 9):
         say(session, "more")
-        count = itertools.count(1)
-        with (
-            before(lambda count=count, at=at: errno.EIO if next(count) >= at else 0, *calls),  # type: ignore[misc]
-            contextlib.suppress(UsageError),
-        ):
+        faults = itertools.chain([0] * (at - 1), itertools.repeat(errno.EIO))
+        with before(faults.__next__, *calls), contextlib.suppress(UsageError):
             one.save(session)
             one.load(session, "one")
         one.save(session)
@@ -796,7 +791,7 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
 
 
 def test_a_chat_that_can_only_be_read_is_opened(
-    home: Path, capsys: pytest.CaptureFixture[str]
+    home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = talked()
     saved(session).close()
@@ -808,11 +803,7 @@ def test_a_chat_that_can_only_be_read_is_opened(
         one.keep(fresh)
     assert "this chat is not saved: " in capsys.readouterr().err
     one.close()
-
-
-def test_what_cannot_be_saved_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # What cannot be saved costs one warning.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
     session, one = talked(), keeper()
@@ -886,7 +877,7 @@ def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     (now,) = listing()
     # Of the same time: `--resume` takes the newest.
     assert replace(now, nbytes=entry.nbytes) == entry
-    assert [turn.question for turn in found.turns] == ["Who owns\nthe mill?", "Why?"]
+    assert questions(found) == ["Who owns\nthe mill?", "Why?"]
     texts = [document.text for document in (*found.documents, *found.pending)]
     assert texts == ["A mill stands by the river.", "no name, and an é", "waiting"]
     assert (len(session.fed), session.system, session.seed) == (124, "be brief", 4)

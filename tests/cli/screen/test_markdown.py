@@ -189,6 +189,10 @@ def test_a_table_needs_room_for_its_words() -> None:
     narrow = show(TABLE, columns=18).lines()
     assert [line for line in narrow if line.startswith("│ beta  ")]  # between words
     assert show(TABLE, columns=14).text().split() == TABLE.split()  # left as it was
+    # A block taller than the window stays as it streamed.
+    source = " ".join(f"**w{n}**" for n in range(200))
+    window = show(f"{source}\n\n**last**", columns=40, rows=10)
+    assert window.text().split() == [*source.split(), "last"]
 
 
 def test_the_block_under_construction_is_seen_and_its_rows_alone_are_taken_back() -> None:
@@ -284,10 +288,6 @@ def test_colours_never_change_code(kind: str, text: str) -> None:
 
 
 # -- the window ------------------------------------------------------------------------------
-def test_a_block_taller_than_the_window_stays_as_it_streamed() -> None:
-    source = " ".join(f"**w{n}**" for n in range(200))
-    window = show(f"{source}\n\n**last**", columns=40, rows=10)
-    assert window.text().split() == [*source.split(), "last"]
 
 
 def test_a_resize_or_another_writer_leaves_the_block_and_sets_the_next() -> None:

@@ -157,9 +157,7 @@ def test_at_most_ten_frames_a_second(shown: Shown) -> None:
         clock.now += 0.003
         live(n, 1000)
     assert 28 <= len(screen.frames) <= 31  # three seconds
-
-
-def test_the_rate_is_that_of_the_last_seconds(shown: Shown) -> None:
+    # The rate is that of the last seconds.
     terminal, screen, clock = shown(120)
     live = Live(terminal, "reading")
     done = 5000  # was there before: a resumed download
@@ -193,6 +191,11 @@ def test_a_file_is_told_before_a_large_model_loads(shown: Shown) -> None:
     assert screen.text == "weights: 15.0 GiB\n"
     loading.say('too large (`dtype="bfloat16"` is smaller)')
     assert screen.text.endswith("too large (--dtype bfloat16 is smaller)\n")
+    # An ASCII terminal gets an ASCII bar.
+    terminal, screen, _ = shown(encoding="ascii")
+    Live(terminal, "reading")(55, 101)
+    assert "\\u" not in screen.text
+    assert "reading  -----" in screen.text
 
 
 @pytest.mark.parametrize(("tokens", "lines"), [(999, []), (1_000, ["reading: 1,000 tokens"])])
@@ -203,13 +206,6 @@ def test_a_file_is_told_before_a_long_reading(tokens: int, lines: list[str], sho
         live(done, tokens)
         clock.now += 60
     assert screen.text.splitlines() == lines
-
-
-def test_an_ascii_terminal_gets_an_ascii_bar(shown: Shown) -> None:
-    terminal, screen, _ = shown(encoding="ascii")
-    Live(terminal, "reading")(55, 101)
-    assert "\\u" not in screen.text
-    assert "reading  -----" in screen.text
 
 
 # -- loading --------------------------------------------------------------------------------

@@ -168,9 +168,7 @@ def test_along_the_document_is_the_mean_of_each_slice() -> None:
     assert strip.strip() == render.strip(means, max(means))
     most = render.percent(max(means))
     assert title == f"kept along story.txt, 64 slices of about 3 tokens: █ is {most} of the heads"
-
-
-def test_few_tokens_and_no_document() -> None:
+    # Few tokens and no document.
     held = torch.zeros(2, 3, 4, dtype=torch.bool)
     held[0, :, 2] = True
     title = "kept along the chat, a sign per token:"

@@ -84,7 +84,7 @@ def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
 
 
 def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, streams: Use
 ) -> None:
     for name in ("stderr", "stdout"):
         raw = io.BytesIO()
@@ -98,9 +98,7 @@ def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
             made.answer("│é")
             made.end_answer()
         assert raw.getvalue() == b"|\\xe9\n"
-
-
-def test_a_stream_without_an_encoding_takes_everything(streams: Use) -> None:
+    # One without an encoding takes everything.
     streams()  # io.StringIO has none
     made = Terminal()
     assert made.writable("é│\x07") == "é│"
@@ -379,13 +377,6 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
         assert out.getvalue().endswith(f"\n{line}\n")
 
 
-def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
-    """A wide character takes two, and the last column stays free."""
-    _, err = screens()
-    Terminal().status("é" * 30 + "世界" * 9)
-    assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
-
-
 # -- the live line, keys, and remedies ------------------------------------------------------------
 def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> None:
     """None is made where there is no terminal."""
@@ -405,6 +396,10 @@ def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> No
         made.frame(drawn)
     assert asked == list(range(0, 50, 3))  # of 25 a second
     assert err.getvalue().endswith("frame 48")
+    # It is cut by cells: a wide character takes two, and the last column stays free.
+    _, err = screens()
+    Terminal().status("é" * 30 + "世界" * 9)
+    assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
 
 
 @pytest.mark.parametrize("plain", [False, True])

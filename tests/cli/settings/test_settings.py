@@ -284,6 +284,16 @@ def test_python_has_the_defaults_of_the_flags() -> None:
     for name, parameter in inspect.signature(minikv.load).parameters.items():
         if name != "settings":
             assert str(parameter.default) == str(getattr(Settings(), name)), name
+    # Every key is a flag of the real commands.
+    group: Any = typer.main.get_command(app)
+    known = {name: {p.name: p for p in group.whole(name).params} for name in ("ask", "chat")}
+    for name, setting in SETTINGS.items():
+        assert "rows" not in setting.help.split(), "users read: tokens per head"
+        homes = [known[c][name] for c in setting.commands or known if c in known]
+        assert homes
+        for param in homes:
+            assert str(param.default) == str(setting.default)
+            assert {setting.flag, *setting.letters} == set(param.opts)
 
 
 @pytest.mark.parametrize(
@@ -305,18 +315,6 @@ def test_wrong_policies_are_refused_in_the_same_words_before_documents_are_read(
     early = refused("", Settings(**wrong).check_eviction)
     late = refused("", Settings(**wrong).eviction)
     assert (str(early), early.hint) == (str(late), late.hint)
-
-
-def test_every_key_is_a_flag_of_the_real_commands() -> None:
-    group: Any = typer.main.get_command(app)
-    known = {name: {p.name: p for p in group.whole(name).params} for name in ("ask", "chat")}
-    for name, setting in SETTINGS.items():
-        assert "rows" not in setting.help.split(), "users read: tokens per head"
-        homes = [known[c][name] for c in setting.commands or known if c in known]
-        assert homes
-        for param in homes:
-            assert str(param.default) == str(setting.default)
-            assert {setting.flag, *setting.letters} == set(param.opts)
 
 
 def test_a_system_prompt_from_a_file_and_from_a_pipe(tmp_path: Path) -> None:
