@@ -118,7 +118,7 @@ def test_a_cache_that_lies_is_found_out(
     assert message in attempt(net, "adakv", "roco", 0)
 
 
-def test_a_wrong_reading_and_weights_that_are_not_finite_are_found_out(
+def test_a_wrong_reading_and_wrong_weights_are_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     net, honest = tiny(), KVCache.attend
@@ -185,7 +185,7 @@ def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-def test_the_class_of_the_processor_and_the_choice_are_shown(
+def test_the_processor_class_and_the_choice_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(choice, "processor", lambda: "amx")

@@ -287,9 +287,7 @@ def run(context: Context, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.html", "b.HTML", "c d.json"])
-def test_export_writes_what_the_name_says_and_replaces_only_when_told(
-    context: Context, tmp_path: Path, name: str
-) -> None:
+def test_export_writes_what_the_name_says(context: Context, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     assert name in run(context, path)
     umask = os.umask(0o022)

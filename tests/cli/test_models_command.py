@@ -34,9 +34,7 @@ def test_the_bundled_model_is_always_there(cache: Path) -> None:
     assert list(rows(run().stdout)) == ["bundled"]
 
 
-def test_cached_models_have_their_size_and_whether_they_load(
-    cache: Path, files: dict[str, bytes]
-) -> None:
+def test_cached_models_have_a_size_and_a_state(cache: Path, files: dict[str, bytes]) -> None:
     put_in_cache(cache, files)
     size = sum(map(len, files.values()))
     assert rows(run().stdout)[REPO] == [f"{size / 1024:.1f}", "KiB", "-", "ready"]
@@ -93,17 +91,13 @@ class Sized(FakeHub):
         ("a/b/c", 3, "not found"),
     ],
 )
-def test_pull_refuses_what_is_no_model_of_the_hub(
-    cache: Path, name: str, code: int, said: str
-) -> None:
+def test_pull_refuses_what_is_no_model(cache: Path, name: str, code: int, said: str) -> None:
     result = run("pull", name)
     fails(result, code, said)
     assert result.stdout == ""
 
 
-def test_rm_removes_all_of_a_model_and_names_the_nearest(
-    cache: Path, files: dict[str, bytes]
-) -> None:
+def test_rm_removes_all_of_a_model(cache: Path, files: dict[str, bytes]) -> None:
     put_in_cache(cache, files)
     put_in_cache(cache, files, commit="f" * 40, ref="older")
     fails(run("rm", "owner/some-modl", "--yes"), 2, f"did you mean {REPO}?")

@@ -153,9 +153,7 @@ def test_packed_weights_are_planned_where_they_run() -> None:
     ],
     ids=str,
 )
-def test_random_models_of_transformers_are_counted_to_the_parameter(
-    family: str, raw: dict[str, Any], tmp_path: Path
-) -> None:
+def test_random_models_are_counted(family: str, raw: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     _, kind = classes(family)
@@ -260,9 +258,7 @@ def test_the_planned_bytes_are_those_of_a_real_run(which: str, case: str) -> Non
         ["none", "file"],
     ),
 )
-def test_what_is_read_twice_stays_below_its_plan(
-    which: str, policy: str, decode: str, tier: str
-) -> None:
+def test_what_is_read_twice(which: str, policy: str, decode: str, tier: str) -> None:
     """The request is counted with more tokens than it has."""
     session, choice = chat_of(which), EvictionConfig.read(policy, decode, "72")
     session.recall.kind, session.reuse = tier, "once"
@@ -364,9 +360,7 @@ def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None
 
 
 @pytest.mark.parametrize("dtype", ["same", "int8"])
-def test_what_is_needed_counts_the_tier_where_a_chat_would_have_it(
-    dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_needed_counts_a_tier_in_ram(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In RAM it takes the cache's memory: all but the layer that is read in it, if it is exact."""
     monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
     config = config_of(chat_of("bundled"))
@@ -572,7 +566,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ],
     ids=str,
 )
-def test_a_repository_without_a_configuration(
+def test_no_configuration_in_a_repository(
     hub: SimpleNamespace, names: list[str], message: str
 ) -> None:
     hub.names = names
@@ -595,7 +589,7 @@ def test_without_a_network_there_is_one_line(
     assert [line for line in rest if not line.startswith("  check the network")] == []
 
 
-def test_of_a_hub_model_only_the_configuration_is_fetched(
+def test_only_the_configuration_is_fetched(
     hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cached one needs no network."""

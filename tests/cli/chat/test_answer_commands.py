@@ -73,9 +73,7 @@ def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
     assert len(result.stdout.splitlines()) == 1
 
 
-def test_continue_is_saved_and_goes_on_in_another_process(
-    world: World, document: str, home: Path
-) -> None:
+def test_continue_goes_on_in_another_process(world: World, document: str, home: Path) -> None:
     whole = answer_of(TEXT, "Who runs it?")
     world.run("chat", document, "-n", "3", input="Who runs it?\n/continue\n")
     result = world.ok("chat", "--resume=", "-n", "50", input="/continue\nAnd?\n")
@@ -198,9 +196,7 @@ def test_ask_refuses_other_chats(world: World, words: str, said: str) -> None:
     assert result.stdout == ""
 
 
-def test_ask_that_fails_leaves_the_saved_chat_as_it_was(
-    world: World, document: str, home: Path
-) -> None:
+def test_ask_that_fails_leaves_the_saved_chat(world: World, document: str, home: Path) -> None:
     world.run("ask", "Who runs it?", document)
     (file,) = home.glob("*/*")
     before = file.read_bytes()
@@ -229,9 +225,7 @@ def test_a_file_with_forms_of_its_own_is_continued(home: Path, tmp_path: Path) -
         assert result.exit_code == 0, result.stderr
 
 
-def test_the_last_ask_is_a_chat_that_others_leave_alone(
-    world: World, document: str, home: Path
-) -> None:
+def test_the_last_ask_is_a_chat_of_its_own(world: World, document: str, home: Path) -> None:
     world.ok("ask", "Who runs it?", document)
     assert [oct(path.stat().st_mode & 0o777) for path in home.rglob("*")] == ["0o700", "0o600"]
     world.run("chat", document, input="Why?\n")
@@ -337,7 +331,7 @@ def verified(session: ChatSession, line: str = "/verify") -> None:
     slash_commands.execute(context(session, Terminal()), line)
 
 
-def test_the_same_answer_is_one_line_and_answers_that_part_are_both_shown(
+def test_the_same_answer_is_one_line_others_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     verified(asked(budget=SAME))

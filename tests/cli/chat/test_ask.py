@@ -335,9 +335,7 @@ def test_the_first_word_is_the_question(line: str) -> None:
         ("report.txt nots.md 'Who is it'", "Who is it", ["report.txt", "nots.md"]),
     ],
 )
-def test_the_only_word_that_names_no_file_is_the_question(
-    line: str, question: str, files: list[str]
-) -> None:
+def test_the_only_word_without_a_file_is_it(line: str, question: str, files: list[str]) -> None:
     first, *others = shlex.split(line)
     found = sorted_out(first, others)
     assert found[:2] == (question, files)

@@ -33,9 +33,7 @@ def test_piped_questions_are_turns(world: World, document: str) -> None:
 @pytest.mark.parametrize(
     "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
 )
-def test_piped_questions_are_decoded_as_documents_are(
-    world: World, document: str, encoding: str
-) -> None:
+def test_piped_questions_are_decoded(world: World, document: str, encoding: str) -> None:
     """As PowerShell and Notepad write them; U+0A3E and U+0D0A have a line end's byte in them."""
     mark = "\ufeff" if encoding.endswith("e") else ""
     text = f"{mark}/tokens\r\nਾഊ first?\r\n\nsecond?"
@@ -122,9 +120,7 @@ def test_a_resumed_chat_says_which_settings_are_its_own(
             assert found[name][row[0] == "-" :] == row[row[0] == "-" :]
 
 
-def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
-    world: World, document: str
-) -> None:
+def test_a_chat_that_is_not_saved_is_told_as_in_a_shell(world: World, document: str) -> None:
     first, hint = fails(world.run("chat", "--resume", "thesis"), 2).splitlines()
     assert first == "error: no saved chat 'thesis'"
     assert hint.startswith("  there is none in /")

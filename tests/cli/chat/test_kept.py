@@ -200,9 +200,7 @@ def test_shades_ascend_and_can_be_read() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(50, 24), (80, 24), (120, 40), (50, 8)])
 @pytest.mark.parametrize("colour", [False, True])
-def test_the_beginning_fits_on_the_screen_with_the_prompt(
-    width: int, height: int, colour: bool
-) -> None:
+def test_the_beginning_fits_above_the_prompt(width: int, height: int, colour: bool) -> None:
     found = random_facts("".join(f"line {i} of the document that is read\n" for i in range(120)))
     screen, first = Screen(width, colour, height), ["summary"] * (height > 8)
     lines = kept.page(found, screen, first, whole=False)

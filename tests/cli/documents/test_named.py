@@ -143,9 +143,7 @@ def test_what_means_nothing_is_one_line(
     assert caught.hint.startswith(hint)
 
 
-def test_too_many_files_are_refused_and_not_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_FILES", 3)
     monkeypatch.setattr(sources, "MAX_LOOKED", 5)
     monkeypatch.setattr(sources, "LISTED", 2)
@@ -158,9 +156,7 @@ def test_too_many_files_are_refused_and_not_cut(
             refused(f"means more than {most} files", names, named)
 
 
-def test_the_size_limit_holds_for_a_whole_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_limit_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (documents, sources):
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)

@@ -63,9 +63,7 @@ def test_text_is_read_as_it_is(tmp_path: Path, text: str, encoding: str) -> None
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 2\n", "Git LFS pointer"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(
-    tmp_path: Path, data: bytes, match: str
-) -> None:
+def test_what_cannot_be_read_is_refused(tmp_path: Path, data: bytes, match: str) -> None:
     assert refused(match, read_file, write(tmp_path, data)).exit_code == 2
 
 
@@ -131,9 +129,7 @@ def test_a_sample_tells_binary_from_text(data: bytes, binary: bool) -> None:
     assert documents.is_binary(data) is binary
 
 
-def test_the_size_limit_holds_for_files_and_pipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_limit_of_files_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused("standard input is a PDF, not text", decode, b"%PDF-1.7 ...", "standard input")
     monkeypatch.setattr(documents, "MAX_BYTES", 10)
     assert read_file(write(tmp_path, b"0123456789")).text == "0123456789"

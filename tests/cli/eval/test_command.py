@@ -112,7 +112,7 @@ def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
     assert held[1] < 0.8 * held[0]
 
 
-def test_a_share_too_small_for_a_document_ends_the_run_with_what_was_measured(
+def test_a_share_too_small_for_a_document_ends_the_run(
     tmp_path: Path,
 ) -> None:
     """5 % of the longer documents would do."""
@@ -123,9 +123,7 @@ def test_a_share_too_small_for_a_document_ends_the_run_with_what_was_measured(
     assert [c["n"] for c in json.loads(out.read_text())["cells"]] == [5, 5]
 
 
-def test_what_was_measured_is_kept_when_a_run_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-C in the second policy of the third document: two documents, of every policy."""
     out, asked, ask = tmp_path / "out.json", 0, passes.answers
 
@@ -211,9 +209,7 @@ def records(path: Path, *words: int) -> Path:
     return path
 
 
-def test_a_record_that_is_too_long_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is skipped and counted, on the terminal and in JSON, also where that turns out while it is
     measured: a policy that reads twice may need more positions than a prompt and its answer."""
     ask = passes.answers
@@ -410,9 +406,7 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
 @pytest.mark.parametrize(
     ("policy", "reuse"), [("snapkv", "once"), ("global-span", "blind"), ("kvzip", "blind")]
 )
-def test_what_several_budgets_and_questions_share_is_as_if_each_had_been_alone(
-    policy: str, reuse: str, about: Item
-) -> None:
+def test_what_is_shared_is_as_if_each_was_alone(policy: str, reuse: str, about: Item) -> None:
     """KL beside the full cache, also under a policy that reads twice, without `Rereading` and after
     answers to the same prompts."""
     chat = minikv.load(policy="full")

@@ -172,8 +172,6 @@ ISH = "A whitewash, and it is white-ish. White"
         ("...", [], ["It is ..."]),
     ],
 )
-def test_a_value_is_found_as_whole_words(
-    right: str, found: list[str], not_found: list[str]
-) -> None:
+def test_a_value_is_whole_words(right: str, found: list[str], not_found: list[str]) -> None:
     for answer in found + not_found:
         assert items.contains_words(answer, right.split("|")) == (answer in found), answer

@@ -59,9 +59,7 @@ def test_the_bundled_model_is_asked_as_it_always_was() -> None:
     assert sum(" " not in answer for answer in every) > 6
 
 
-def test_the_bundled_model_is_known_by_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bundled_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(BUNDLED)
     (tmp_path / "bundled").mkdir()
     monkeypatch.chdir(tmp_path)

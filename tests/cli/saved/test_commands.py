@@ -158,7 +158,7 @@ def test_rm_refuses(two: Path, words: tuple[str, ...], said: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["/clear", "/reset", "/drop 1", "/load first"])
-def test_a_new_conversation_says_where_the_old_one_is(
+def test_where_the_old_conversation_is(
     world: World, document: str, home: Path, command: str
 ) -> None:
     def said(*lines: str, flags: str = "") -> list[str]:

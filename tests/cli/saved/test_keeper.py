@@ -232,9 +232,7 @@ def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
     refused("is open in another minikv", take_up, fresh)
 
 
-def test_a_file_that_was_removed_or_exchanged_is_noticed(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_removed_or_exchanged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A removed one is written again. What another process saved stays."""
     session, fresh, other = talked(), chat(), keeper()
     one, path = saved(session), home / "one" / "chat.db"
@@ -338,9 +336,7 @@ def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path
     ],
     ids=str,
 )
-def test_what_the_user_states_is_taken_and_all_is_read_again(
-    stated: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_what_the_user_states_is_taken(stated: dict[str, Any], more: dict[str, Any]) -> None:
     """The chat's own policy and budget otherwise, and its cache if they are alike."""
     saved(talked()).close()
     fresh, one = chat(), keeper()
@@ -495,9 +491,7 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), EDITS, ids=[said for _, said in EDITS])
-def test_what_no_chat_has_is_refused_although_the_checksums_fit(
-    home: Path, change: Callable[[Path], None], said: str
-) -> None:
+def test_what_no_chat_has_is_refused(home: Path, change: Callable[[Path], None], said: str) -> None:
     session = talked()
     for name in ("good", "one"):
         saved(session, name).close()
@@ -647,9 +641,7 @@ def test_memory_that_is_short_for_a_save_is_one_line(
         one.keep(session)
 
 
-def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_that_fails_warns_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session, one = talked(), keeper()
     with before(lambda: errno.ENOSPC, "pwrite64"):
         refused("disk is full", one.save, session, "x")
@@ -846,9 +838,7 @@ def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
 
 
 # -- chats of earlier versions ------------------------------------------------------------------
-def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_chat_is_written_anew(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is refused stays as it is."""
     saved(talked()).close()
     monkeypatch.setattr(minikv, "__version__", "9.9")

@@ -144,9 +144,7 @@ def talked_on(kind: str = "file", dtype: str = "same") -> tuple[Any, Any, Any]:
         ("adakv", 48, ("kv",)),
     ],
 )
-def test_under_another_policy_budget_or_kv(
-    policy: str, budget: int, given: tuple[str, ...]
-) -> None:
+def test_another_policy_budget_or_kv(policy: str, budget: int, given: tuple[str, ...]) -> None:
     """As a chat that reads all of it under them."""
     talked()
     facts = Facts(kv="int8" if "kv" in given else "float32")
@@ -347,9 +345,7 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
         unread(third, "And then?")
 
 
-def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_at_the_beginning(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So is a directory that cannot be written."""
     (home.parent / "file").write_text("")
     with monkeypatch.context() as patch:
@@ -369,7 +365,7 @@ def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
-def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
+def test_a_disk_that_becomes_full_costs_the_tier(
     monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     keeper, session = asked()

@@ -212,9 +212,7 @@ EMOJI = ["👩‍🚀", "👨‍👩‍👧‍👦", "❤️‍🔥", "🏳️�
 
 @pytest.mark.parametrize("columns", [50, 80, 120])
 @pytest.mark.parametrize("sign", EMOJI)
-def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
-    sign: str, columns: int
-) -> None:
+def test_emoji_of_several_characters_leave_no_source(sign: str, columns: int) -> None:
     """Some terminals show such a sign as one, some its parts side by side. This one does that; it
     cannot show what has no width, which is taken out."""
     words = ["**bold word**", sign, "plain", f"**{sign} x**", sign * 3, f"x{sign}y", "more words"]

@@ -384,9 +384,7 @@ def test_a_pipe_gets_the_answer_alone(
 
 @pytest.mark.parametrize("width", [50, 80, 120])
 @pytest.mark.parametrize("how", ["fold", "show", "hide"])
-def test_a_terminal_keeps_what_the_setting_says(
-    monkeypatch: pytest.MonkeyPatch, how: str, width: int
-) -> None:
+def test_what_a_terminal_keeps(monkeypatch: pytest.MonkeyPatch, how: str, width: int) -> None:
     monkeypatch.setattr("minikv.cli.screen.terminal.FRAME", 0.0)
     written, _ = run(monkeypatch, how, width=width)
     screen = pyte.HistoryScreen(width, 40)

@@ -83,9 +83,7 @@ def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
     assert formats - hostile - unseen <= visible | set(joined)
 
 
-def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
-    monkeypatch: pytest.MonkeyPatch, streams: Use
-) -> None:
+def test_what_a_stream_cannot_encode(monkeypatch: pytest.MonkeyPatch, streams: Use) -> None:
     for name in ("stderr", "stdout"):
         raw = io.BytesIO()
         monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding="ascii", newline=""))
@@ -233,9 +231,7 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
 
 
 # -- streams that fail ----------------------------------------------------------------------------
-def test_messages_that_nobody_takes_cost_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_nobody_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """stderr is a pipe without a reader: nothing fails, now or when the program ends."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -291,7 +287,7 @@ def test_nothing_is_removed_without_a_yes(
     refused("no terminal to answer on", made.confirmed, "?", yes=False)
 
 
-def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
+def test_closed_streams_are_replaced_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """stdin is empty, stdout gives an error, and stderr takes everything. A closed stream is no

@@ -247,9 +247,7 @@ def test_what_is_gone_is_refused_with_what_to_use(
     ],
     ids=lambda text: text[:30],
 )
-def test_a_bad_file_is_refused_by_file_and_key(
-    home: Path, local: str, message: str, hint: str
-) -> None:
+def test_a_bad_file_is_refused_by_key(home: Path, local: str, message: str, hint: str) -> None:
     error = refused("", read, home, local=local)
     assert (message in str(error), hint in error.hint) == (True, True), error
     assert len(str(error)) < 200
@@ -309,7 +307,7 @@ def test_python_has_the_defaults_of_the_flags() -> None:
     ],
     ids=str,
 )
-def test_wrong_policies_are_refused_in_the_same_words_before_documents_are_read(
+def test_wrong_policies_are_refused_before_documents_are_read(
     wrong: dict[str, Any],
 ) -> None:
     early = refused("", Settings(**wrong).check_eviction)
@@ -354,9 +352,7 @@ def test_show(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.model("bundled") == "bundled"  # a directory of the user's
 
 
-def test_init_writes_every_key_with_its_default_and_never_overwrites(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_init_writes_every_key_and_default(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIKV_HOME", str(home / "new/place"))
     invoke("config", "init")
     path = home / "new/place/config.toml"
@@ -455,9 +451,7 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
         ("top_k 1 2", "top_k takes one value", ""),
     ],
 )
-def test_what_set_does_not_take_changes_nothing(
-    context: Context, line: str, message: str, hint: str
-) -> None:
+def test_what_set_does_not_take(context: Context, line: str, message: str, hint: str) -> None:
     before = do(context, "set")
     assert hint in refused(message, do, context, "set", *line.split()).hint
     assert do(context, "set") == before
@@ -474,9 +468,7 @@ def test_policy_alone_says_what_is_in_force(bundled: ChatSession) -> None:
     refused("/show is gone", execute, context, "/show model")
 
 
-def test_the_system_prompt_holds_at_once_before_the_first_question(
-    context: Context, tmp_path: Path
-) -> None:
+def test_the_system_prompt_before_the_first_question(context: Context, tmp_path: Path) -> None:
     session = context.session
     session.attach("A text.", "a.txt")
     do(context, "system", "Be", "brief.")
