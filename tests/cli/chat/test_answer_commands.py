@@ -104,9 +104,7 @@ def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> Non
 
 
 # -- /copy ----------------------------------------------------------------------------------
-def test_copy_sends_the_answer_to_the_terminals_clipboard(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copy_sends_the_answer_to_the_terminals_clipboard(world: World, document: str) -> None:
     session, terminal = fake_chat(), screen()
     answer = "".join(session.ask("Who runs it?"))
     terminal.err, terminal.plain = Tty(), False
@@ -121,7 +119,7 @@ def test_copy_sends_the_answer_to_the_terminals_clipboard(
     none = "there is no answer to copy"
     fails(result, 2, none, "/copy needs a terminal", "/export FILE.html")
     assert "\x1b" not in result.output
-    monkeypatch.setattr(answer_commands, "MOST", 3)
+    world.patch.setattr(answer_commands, "MOST", 3)
     result = world.run("chat", document, input="Who?\n/copy\n")
     assert "the answer has 12 bytes, and a terminal's clipboard takes about 3" in result.stderr
 

@@ -96,12 +96,10 @@ def test_what_cannot_begin_is_a_usage_error(
 
 
 # -- saved chats ----------------------------------------------------------------------------
-def test_a_resumed_chat_says_which_settings_are_its_own(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_chat_says_which_settings_are_its_own(world: World, document: str) -> None:
     world.run("chat", document, "--budget", "64", "-S", "be brief", input="q\n/save x\n")
     for name, value in (("BUDGET", "128"), ("SEED", "9"), ("TOP_K", "5")):
-        monkeypatch.setenv(f"MINIKV_{name}", value)
+        world.patch.setenv(f"MINIKV_{name}", value)
     flags = ("--seed", "3", "-S", "be long", "--pin-system", "--offline")
     plain = """budget 64 chat x
         seed 0 chat x
@@ -174,9 +172,7 @@ never asked"""
         assert result.stderr.count(text) >= count, text
 
 
-def test_help_has_a_narrow_first_column(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
     lines = world.run("chat", document, input="/help\n/help kept\n").stderr.splitlines()
     assert "/stats                   what the last turn cost, measured" in lines
     shown = [i for i, line in enumerate(lines) if line.startswith("/kept ")]
@@ -184,7 +180,7 @@ def test_help_has_a_narrow_first_column(
     for i in shown:
         assert lines[i].endswith('"TEXT"]')
         assert re.match(r" {25}\S", lines[i + 1])
-    monkeypatch.setenv("COLUMNS", "50")  # where it would leave too little
+    world.patch.setenv("COLUMNS", "50")  # where it would leave too little
     lines = world.run("chat", document, input="/help\n").stderr.splitlines()
     assert lines[lines.index("/stats") + 1] == "    what the last turn cost, measured"
 
@@ -223,9 +219,7 @@ def test_bad_commands_explain_themselves_and_the_chat_goes_on(
     assert world.session.messages[0].content.endswith("still here?")
 
 
-def test_ctrl_c_in_a_command_does_not_end_the_chat(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_a_command_does_not_end_the_chat(world: World, document: str) -> None:
     read = named.read_file
 
     def interrupted(path: str, *rest: Any, **more: Any) -> named.Text:
@@ -233,7 +227,7 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
             os.kill(os.getpid(), signal.SIGINT)
         return read(path, *rest, **more)
 
-    monkeypatch.setattr(named, "read_file", interrupted)
+    world.patch.setattr(named, "read_file", interrupted)
     other = Path(document).with_name("more.txt")
     other.write_text("More.")
     result = world.ok("chat", document, input=f"/add {other}\nstill here?\n")

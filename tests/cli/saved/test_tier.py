@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import forked
 import pytest
@@ -68,10 +69,10 @@ def start(
     return keeper, session
 
 
-def asked(**given: Any) -> tuple[Keeper, ChatSession]:
+def asked(name: str | None = None, **given: Any) -> tuple[Keeper, ChatSession]:
     """A process whose chat has been asked about the mill."""
     keeper, session = start(**given)
-    session.attach(MILL)
+    session.attach(MILL, name)
     say(session, "Who?")
     return keeper, session
 
@@ -84,14 +85,16 @@ def resumed(name: str, given: tuple[str, ...] = (), **kept: Any) -> tuple[Keeper
     return keeper, session
 
 
-def talked(kind: str = "file", dtype: str = "same", **given: Any) -> tuple[Keeper, ChatSession]:
-    """A chat of two turns that is saved as "one"."""
-    keeper, session = start(kind, dtype, **given)
-    session.attach(MILL, "mill.txt")
-    say(session, "Who?")
-    keeper.keep(session)
+def river(session: ChatSession) -> None:
     session.attach(RIVER, "river.txt")
     say(session, "Why?")
+
+
+def talked(kind: str = "file", dtype: str = "same", **given: Any) -> tuple[Keeper, ChatSession]:
+    """A chat of two turns that is saved as "one"."""
+    keeper, session = asked("mill.txt", kind=kind, dtype=dtype, **given)
+    keeper.keep(session)
+    river(session)
     keeper.save(session, "one")
     return keeper, session
 
@@ -100,8 +103,7 @@ def unread(session: ChatSession, question: str) -> tuple[str, list[int]]:
     """Ask; all of the documents must come from the tier."""
     found = say(session, question)
     report = session.reports[-1]
-    assert report.reuse == "recall"
-    assert report.tokens.prompt_new < len(MILL) // 2
+    assert (report.reuse, report.tokens.prompt_new < len(MILL) // 2) == ("recall", True)
     return found
 
 
@@ -128,8 +130,7 @@ def talked_on(kind: str = "file", dtype: str = "same") -> tuple[Any, Any, Any]:
     session = begun(kind, dtype)
     session.attach(MILL, "mill.txt")
     say(session, "Who?")
-    session.attach(RIVER, "river.txt")
-    say(session, "Why?")
+    river(session)
     found = say(session, "And now?"), say(session, "Then?"), held_of(session)
     session.recall.leave()
     return found
@@ -138,21 +139,19 @@ def talked_on(kind: str = "file", dtype: str = "same") -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("policy", "budget", "given"),
     [
-        ("snapkv", 64, ("policy", "budget")),
-        ("adakv", 96, ("budget",)),
-        ("streaming", 48, ("policy",)),
-        ("adakv", 48, ("kv",)),
+        ("snapkv", 64, "policy budget"),
+        ("adakv", 96, "budget"),
+        ("streaming", 48, "policy"),
+        ("adakv", 48, "kv"),
     ],
 )
-def test_another_policy_budget_or_kv(policy: str, budget: int, given: tuple[str, ...]) -> None:
+def test_another_policy_budget_or_kv(policy: str, budget: int, given: str) -> None:
     """As a chat that reads all of it under them."""
     talked()
-    facts = Facts(kv="int8" if "kv" in given else "float32")
-    _, again = resumed("one", given, policy=policy, budget=budget, facts=facts)
-    assert again.eviction == EvictionConfig.read(policy, budget=budget)
-    assert again.fed == []
-    plain = chat(policy, budget, reuse="auto")
-    plain.recall = Recall(plain.engine.kv, "ram")
+    facts = Facts(kv="int8" if given == "kv" else "float32")
+    _, again = resumed("one", tuple(given.split()), policy=policy, budget=budget, facts=facts)
+    assert (again.eviction, again.fed) == (EvictionConfig.read(policy, budget=budget), [])
+    plain = begun("ram", policy=policy, budget=budget)
     plain.restore(again.snapshot())
     assert unread(again, "And now?") == say(plain, "And now?")
     assert held_of(again) == held_of(plain)
@@ -211,10 +210,7 @@ def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_text(name)
-    keeper, session = start()
-    session.facts = replace(session.facts, model=str(tmp_path / "a"))
-    session.attach(MILL)
-    say(session, "Who?")
+    keeper, session = asked(facts=Facts(model=str(tmp_path / "a")))
     keeper.save(session, "one")
     end()
     rows = home / "one" / TIER / "rows"
@@ -275,11 +271,10 @@ def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
         assert keeper.name == "two"
 
 
-def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_fails_changes_nothing(home: Path) -> None:
     twin = talked_on()
     keeper, session = talked()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+    with patch.object(os, "posix_fallocate", full):
         refused(r"cannot be saved.*No space left", keeper.save, session, "two", fork=True)
     assert (keeper.name, os.listdir(home)) == ("one", ["one"])
     assert unread(session, "And now?") == twin[0]
@@ -289,17 +284,12 @@ def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_save_that_fails_at_its_end_leaves_the_tier(
-    home: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
-) -> None:
+def test_a_save_that_fails_at_its_end_leaves_the_tier(home: Path, saved: bool) -> None:
     """What was made of the new chat by then is removed."""
-    keeper, session = start()
-    session.attach(MILL, "mill.txt")
-    say(session, "Who?")
+    keeper, session = asked("mill.txt")
     if saved:
         keeper.save(session, "one")
-    with monkeypatch.context() as patch:
-        patch.setattr(keepers, "renew", full)
+    with patch.object(keepers, "renew", full):
         refused("No space left", keeper.save, session, "two", fork=saved)
     assert not (home / "two").exists()
     for question in ("Why?", "When?", "Where?"):
@@ -347,16 +337,15 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
 
 def test_a_full_disk_is_said_at_the_beginning(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So is a directory that cannot be written."""
-    (home.parent / "file").write_text("")
-    with monkeypatch.context() as patch:
-        patch.setenv("MINIKV_HOME", str(home.parent / "file"))
+    (file := home.parents[1] / "file").write_text("")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("MINIKV_HOME", str(file))
         _, session = start()
         session.attach(MILL)
         refused(r"tier=.file.. is not possible", list, session.ask("Who?"))
     keeper, session = start()
     session.attach(MILL)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+    with patch.object(os, "posix_fallocate", full):
         refused(r"tier=.file.. is not possible: .*No space left", list, session.ask("Who?"))
     assert (session.fed, len(session.pending), os.listdir(home)) == ([], 1, [])
     say(session, "Who?")
@@ -365,16 +354,13 @@ def test_a_full_disk_is_said_at_the_beginning(home: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
-def test_a_disk_that_becomes_full_costs_the_tier(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
+def test_a_disk_that_becomes_full_costs_the_tier(call: str) -> None:
     keeper, session = asked()
     keeper.keep(session)
     assert session.recall.file is not None
     session.recall.file.sync()
     notes: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, full)
+    with patch.object(os, call, full):
         list(session.ask("Why?", 8, 0.7, notice=notes.append))
     assert session.turn == 2
     assert re.search("the tier can no longer be used: .*No space left", notes[0])
@@ -413,10 +399,9 @@ def test_a_chat_without_an_answer_leaves_nothing(home: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed(home: Path) -> None:
     home.mkdir(parents=True)
-    left = home / ".tier-0123456789abcdef.kv"
-    FileRows.create(left, Header(1, 1, {"k": (torch.float32, (8,))})).close()
-    used = home / ".tier-fedcba9876543210.kv"
-    other = FileRows.create(used, Header(1, 1, {"k": (torch.float32, (8,))}))
+    header = Header(1, 1, {"k": (torch.float32, (8,))})
+    FileRows.create(home / ".tier-0123456789abcdef.kv", header).close()
+    other = FileRows.create(home / ".tier-fedcba9876543210.kv", header)
     (home / ".tier-mine").write_text("precious")
     talked()
     assert sorted(os.listdir(home)) == [".tier-fedcba9876543210.kv", ".tier-mine", "one"]
@@ -425,14 +410,8 @@ def test_what_a_killed_process_left_is_removed(home: Path) -> None:
 
 def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
     talked()
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "import test_tier\n"
-        "keeper, session = test_tier.start()\n"
-        "try: keeper.load(session, 'one')\n"
-        "except Exception as error: print(error)"
-    )
-    assert "is open in another minikv" in forked.run(*PATHS, code=code).out
+    code = f"{_BEGIN}keeper.load(session, 'one')"
+    assert "is open in another minikv" in forked.run(*PATHS, code=code).err
     tier = FileRows.open(home / "one" / TIER, shared=True)
     assert tier.header.identity["dtype"] == "float32"
     tier.close()
@@ -440,11 +419,13 @@ def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
 
 # -- killed -----------------------------------------------------------------------------------
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
-_TALKER = """
+_BEGIN = """
 import sys; sys.path[:0] = sys.argv[1:]
 import test_tier
-from small_chat import say
 keeper, session = test_tier.start()
+"""
+_TALKER = f"""{_BEGIN}
+from small_chat import say
 session.attach(test_tier.MILL, "mill.txt")
 say(session, "Who?")
 keeper.save(session, "one")
@@ -454,7 +435,7 @@ for turn in range(10_000):
         session.undo(2)
     if turn % 7 == 5:
         session.attach("Rain falls. " * 5 + str(turn))
-    say(session, f"And {turn}?", 4)
+    say(session, f"And {{turn}}?", 4)
     keeper.keep(session)
     if len(session.fed) > 1500:
         session.undo(len(session.turns) - 1)
@@ -503,15 +484,14 @@ def test_a_killed_chat_is_its_last_complete_turn(
     assert max(given) > len(MILL)
 
 
-def test_a_tier_for_which_there_is_no_memory_is_done_without(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_tier_without_memory_is_done_without(
+    home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The chat is loaded, says so, and answers as one that reads all of it."""
     talked("ram")
     end()
     keeper, session = start("ram")
-    with monkeypatch.context() as patch:
-        patch.setattr(RamRows, "reserve", failing(MemoryError()))
+    with patch.object(RamRows, "reserve", failing(MemoryError())):
         keeper.load(session, "one")
     assert "the tier cannot be used: out of memory" in capsys.readouterr().err
     assert (keeper.name, len(session.turns), session.recall.tier) == ("one", 2, None)

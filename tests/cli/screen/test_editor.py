@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
+from refusals import failing
 from small_chat import chat
 from terminals import Terminals
 
@@ -400,41 +403,29 @@ def test_history_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str
     assert other.read_text() == "+secret\n"
 
 
+def app(running: bool, done: bool = False) -> Any:
+    """Of a prompt, as far as a signal ends it."""
+    loop = SimpleNamespace(call_soon_threadsafe=lambda leave: leave())
+    leave = SimpleNamespace(is_running=running, is_done=done, loop=loop if running else None)
+    leave.exit = lambda exception: failing(exception)()
+    return leave
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_a_signal_ends_the_prompt_also_when_it_has_its_answer(done: bool) -> None:
     """Between Enter and the end of the prompt there is nothing that could be left."""
-
-    class App:
-        is_running, is_done = True, done
-
-        class loop:
-            @staticmethod
-            def call_soon_threadsafe(leave: Callable[[], None]) -> None:
-                leave()
-
-        def exit(self, exception: BaseException) -> None:
-            raise exception
-
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), editor._ending(App()):  # type: ignore[arg-type]
+    with pytest.raises(Terminated), editor._ending(app(True, done)):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_signal_ends_a_prompt_that_was_about_to_begin() -> None:
     """asyncio may lose what the signal raises; the prompt then ends as it begins."""
-
-    class App:
-        loop, is_running, is_done = None, False, False
-
-        def exit(self, exception: BaseException) -> None:
-            raise exception
-
-    ending = editor._ending(App())  # type: ignore[arg-type]
+    ending = editor._ending(app(False))
     begins = ending.__enter__()
     with contextlib.suppress(Terminated):
         os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(Terminated):
-        begins()
-    with pytest.raises(Terminated):
-        ending.__exit__(None, None, None)
+    for act in (begins, lambda: ending.__exit__(None, None, None)):
+        with pytest.raises(Terminated):
+            act()
