@@ -329,6 +329,11 @@ def verified(session: ChatSession, line: str = "/verify") -> None:
     slash_commands.execute(context(session, Terminal()), line)
 
 
+def checked(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> str:
+    check(session, Terminal(), Interrupts())
+    return capsys.readouterr().err
+
+
 def test_the_same_answer_is_one_line_others_are_shown(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -353,8 +358,7 @@ def test_nothing_is_written_again_where_nothing_was_evicted(
     monkeypatch.setattr(session, "verify", lambda **given: [][0])
     verified(session)
     assert capsys.readouterr().err == "as without eviction: nothing was evicted\n"
-    check(session, Terminal(), Interrupts())
-    assert capsys.readouterr().err == ""
+    assert checked(session, capsys) == ""
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
@@ -399,19 +403,14 @@ def test_ctrl_c_stops_it_and_the_chat_is_as_it_was(
     ],
 )
 def test_check_says_which_it_was_and_puts_it_into_the_record(
-    budget: int,
-    words: str,
-    known: tuple[bool, bool, int | None],
-    capsys: pytest.CaptureFixture[str],
+    budget: int, words: str, known: tuple[Any, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     session = asked(budget=budget)
     assert reported(session).against_full.words == "not checked"
-    check(session, Terminal(), Interrupts())
-    assert capsys.readouterr().err == f"  {words}\n"
+    assert checked(session, capsys) == f"  {words}\n"
     assert session.report.against_full == AgainstFull(*known)
     assert session.turns[-1].report is session.report
-    check(session, Terminal(), Interrupts())  # it is known now
-    assert capsys.readouterr().err == ""
+    assert checked(session, capsys) == ""  # it is known now
 
 
 @pytest.mark.parametrize("budget", [LATER, SAME])
@@ -438,12 +437,9 @@ def test_check_stops_when_something_is_typed(
 
 def test_check_without_a_tier_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     session = asked(reuse="once")
-    check(session, Terminal(), Interrupts())
-    assert re.fullmatch(".*no tier.*\n", capsys.readouterr().err)
+    assert re.fullmatch(".*no tier.*\n", checked(session, capsys))
     assert reported(session).against_full.words == "not checked"
-    empty = recalling()
-    check(empty, Terminal(), Interrupts())  # no answer yet
-    assert capsys.readouterr().err == ""
+    assert checked(recalling(), capsys) == ""  # no answer yet
     # /verify refuses in a line.
     refused("no answer to verify", verified, recalling())
     refused("takes nothing", verified, asked(), "/verify all")

@@ -10,6 +10,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -36,15 +37,14 @@ class Broken(io.StringIO):
         raise self.error
 
 
-Streams = tuple[io.StringIO, io.StringIO]
-Use = Callable[[], Streams]
+Use = Callable[..., tuple[Any, Any, Any]]
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """To be called in the test, as pytest has streams of its own for a fixture: stdout and stderr
-    that are no terminals."""
-    return lambda: _use(monkeypatch, io.StringIO)
+    """Makes a Terminal, with stdout and stderr that are none. To be called in the test, as pytest
+    has streams of its own for a fixture."""
+    return partial(_use, monkeypatch, io.StringIO)
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return lambda: _use(monkeypatch, Tty)
+    return partial(_use, monkeypatch, Tty)
 
 
-def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> Streams:
+def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO], **given: bool) -> tuple[Any, ...]:
     made = kind(), kind()
     for name, stream in zip(("stdout", "stderr"), made, strict=True):
         patch.setattr(sys, name, stream)
-    return made
+    return Terminal(**given), *made
 
 
 # -- characters -----------------------------------------------------------------------------------
@@ -97,15 +97,12 @@ def test_what_a_stream_cannot_encode(monkeypatch: pytest.MonkeyPatch, streams: U
             made.end_answer()
         assert raw.getvalue() == b"|\\xe9\n"
     # One without an encoding takes everything.
-    streams()  # io.StringIO has none
-    made = Terminal()
-    assert made.writable("é│\x07") == "é│"
+    assert streams()[0].writable("é│\x07") == "é│"  # io.StringIO has none
 
 
 # -- what goes where ------------------------------------------------------------------------------
 def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
-    out, err = streams()
-    made = Terminal()
+    made, out, err = streams()
     with made.answering():
         made.answer("one\x1b[1m\n\n")
         assert out.getvalue() == "one[1m"  # newlines wait
@@ -124,8 +121,7 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
         "a note\n! a warning[2J\nerror: wrong\n  do this\nerror: wrong again\nline 1\nline 2\n"
     )
     assert not made.copy("no clipboard")
-    _, err = streams()  # --quiet silences notes and no errors
-    made = Terminal(quiet=True)
+    made, _, err = streams(quiet=True)  # which silences notes and no errors
     made.note("a note")
     made.warn("a warning")
     made.say("said")
@@ -135,8 +131,7 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
 
 def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     """What is written next takes the live line away first."""
-    out, err = screens()
-    made = Terminal()
+    made, out, err = screens()
     assert (made.live, made.colour, made.plain) == (True, True, False)
     line = ("reading [5m" + "é" * 60)[:39]
     for act, written in (
@@ -178,7 +173,7 @@ def test_what_a_terminal_may_be_shown(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (_, err), made = screens(), Terminal(**given)
+    made, _, err = screens(**given)
     live, colour, plain = (word in may for word in ("live", "colour", "plain"))
     assert (made.live, made.colour, made.plain) == (live, colour, plain)
     made.say("x", "bad")
@@ -195,8 +190,7 @@ def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
     screens: Use, monkeypatch: pytest.MonkeyPatch, colour: bool
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "" if colour else "1")
-    out, _ = screens()
-    made = Terminal()
+    made, out, _ = screens()
     with made.answering():
         made.answer("a `word`\n\n")
         made.end_answer()
@@ -205,8 +199,7 @@ def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
 
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     """Thoughts are dimmed and cleaned."""
-    out, err = screens()
-    made = Terminal()
+    made, out, err = screens()
     made.think("so\x1b[31m it is")
     assert err.getvalue() == "\x1b[2mso[31m it is\x1b[0m"
     assert out.getvalue() == ""
@@ -253,14 +246,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
     """Messages that a full disk refuses cost no answer."""
-    out, _ = streams()
-    made = Terminal()
+    made, out, _ = streams()
     made.err = Broken(FULL)
     made.say("a message")
     made.answer("the answer")
     assert out.getvalue() == "the answer"
-    streams()
-    made = Terminal()
+    made, *_ = streams()
     made.out = Broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     with pytest.raises(BrokenPipeError):
         made.answer("x")
@@ -276,10 +267,8 @@ def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
 def test_nothing_is_removed_without_a_yes(
     monkeypatch: pytest.MonkeyPatch, screens: Use, typed: str, agreed: bool
 ) -> None:
-    _, err = screens()
-    stdin = Tty(typed)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    made = Terminal()
+    monkeypatch.setattr(sys, "stdin", Tty(typed))
+    made, _, err = screens()
     assert made.confirmed("remove \x1ball?", yes=False) is agreed
     assert err.getvalue().startswith("remove all? [y/N] ")
     assert made.confirmed("?", yes=True)
@@ -360,11 +349,10 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
     screens: Use, monkeypatch: pytest.MonkeyPatch, line: str, width: int, rows: list[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
     for term in ("xterm", "dumb"):
-        out, err = screens()
         monkeypatch.setenv("TERM", term)
-        monkeypatch.setenv("NO_COLOR", "1")
-        made = Terminal()
+        made, out, err = screens()
         made.say(line)
         made.data(line, fold=True)
         assert out.getvalue() == err.getvalue()
@@ -376,11 +364,11 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
 # -- the live line, keys, and remedies ------------------------------------------------------------
 def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> None:
     """None is made where there is no terminal."""
-    _, err = streams()
-    Terminal().frame(lambda: pytest.fail("nobody sees it"))
+    made, _, err = streams()
+    made.frame(lambda: pytest.fail("nobody sees it"))
     assert err.getvalue() == ""
-    _, err = screens()
-    made, now, asked = Terminal(), [0.0], list[int]()
+    made, _, err = screens()
+    now, asked = [0.0], list[int]()
     made.clock = lambda: now[0]
     for count in range(50):
         now[0] = count / 25
@@ -393,8 +381,8 @@ def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> No
     assert asked == list(range(0, 50, 3))  # of 25 a second
     assert err.getvalue().endswith("frame 48")
     # It is cut by cells: a wide character takes two, and the last column stays free.
-    _, err = screens()
-    Terminal().status("é" * 30 + "世界" * 9)
+    made, _, err = screens()
+    made.status("é" * 30 + "世界" * 9)
     assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
 
 
@@ -402,29 +390,24 @@ def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> No
 def test_keys_are_kept_from_open_to_close(
     screens: Use, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    screens()
     keys = Mock()
     monkeypatch.setattr(terminal, "Keyboard", keys)
-    made = Terminal(plain=plain)
+    made, *_ = screens(plain=plain)
     made.open_keyboard()
     assert (made.keyboard is None) == plain
     made.close()
     assert made.keyboard is None
-    assert keys().method_calls == [] if plain else [call.open(), call.close()]
+    done = [] if plain else [call.open(), call.close()]
+    assert keys().method_calls == done
 
 
-def test_a_remedy_is_told_as_it_is_typed(streams: Use) -> None:
-    streams()
+def test_a_remedy_is_told_as_it_is_typed(streams: Use, screens: Use) -> None:
+    """And the screen is what stderr can show."""
+    made, *_ = streams()
     for chat, shown in ((False, "use --budget 64"), (True, "use /set budget 64")):
-        made = Terminal()
         made.chat = chat
         assert made.words("use `budget=64`") == shown
         assert made.words("no remedy") == "no remedy"
-
-
-def test_the_screen_is_what_stderr_can_show(streams: Use, screens: Use) -> None:
-    streams()
-    assert Terminal().screen.rows == 0
-    screens()
-    shown = Terminal().screen
+    assert made.screen.rows == 0
+    shown = screens()[0].screen
     assert (shown.width, shown.rows > 0, shown.colour) == (40, True, True)
