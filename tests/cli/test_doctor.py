@@ -118,9 +118,7 @@ def test_a_cache_that_lies_is_found_out(
     assert message in attempt(net, "adakv", "roco", 0)
 
 
-def test_a_wrong_reading_and_wrong_weights_are_found_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_wrong_reading_and_wrong_weights_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     net, honest = tiny(), KVCache.attend
     net.layers[1].down.dense().fill_(float("nan"))
     assert "NaN" in attempt(net, "adakv", "roco", 0)
@@ -185,9 +183,7 @@ def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-def test_the_processor_class_and_the_choice_are_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_processor_class_and_the_choice_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "processor", lambda: "amx")
     monkeypatch.setattr(choice, "tiles_refused", lambda: False)
     monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)

@@ -132,9 +132,7 @@ def test_a_peer_that_fails_costs_only_its_own_rows(monkeypatch: pytest.MonkeyPat
 FULL = EvictionConfig.read("full", "none")
 
 
-def test_random_weights_are_finite_and_no_heads_are_alike(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_random_weights_are_finite_and_no_heads_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is smaller than a matrix fills it."""
     net = networks.network(networks.Spec(TINY, dtype="float32"))
     for name, tensor in tensors_of(net):
@@ -286,9 +284,7 @@ def test_what_was_measured_is_shown_when_a_run_ends_early(
     assert (early.exit_code, early.stdout) == (code, "")
 
 
-def test_weights_that_do_not_fit_are_never_made(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_that_do_not_fit_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(networks, "free_memory", lambda device: 3 << 30)
     monkeypatch.setattr(networks, "Llama", lambda *a, **k: pytest.fail("made"))
     out = bench("decode", "--shape", "llama-3-8b", "--no-peer")

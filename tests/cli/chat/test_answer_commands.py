@@ -214,7 +214,7 @@ def test_ask_that_fails_leaves_the_saved_chat(world: World, document: str, home:
     world.ok("ask", "-c", "Since when?")
 
 
-def test_a_file_with_forms_of_its_own_is_continued(home: Path, tmp_path: Path) -> None:
+def test_a_file_with_forms_of_its_own_is_continued(tmp_path: Path) -> None:
     """The form that a report shows is no value of --weights."""
     spec = Spec(hidden=256, heads=4, kv_heads=2, head_dim=64, vocab=320)
     path = ggufs.model(tmp_path, spec, {"attn_q": "Q4_0"})
@@ -267,7 +267,7 @@ LONG = "--policy adakv LONG"
 
 @pytest.mark.parametrize("flags", [*POLICIES, "--budget 20% --reuse once", "--reuse recall", LONG])
 def test_ask_continues_as_one_chat(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str
 ) -> None:
     """The bundled model, and a document that is read again, or of which it is remembered what was
     read: the same rows and answers as in a chat."""
@@ -334,9 +334,7 @@ def checked(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_the_same_answer_is_one_line_others_are_shown(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_same_answer_is_one_line_others_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     verified(asked(budget=SAME))
     out, err = capsys.readouterr()
     assert out == ""

@@ -211,7 +211,7 @@ HOW = (("dumb", signal.SIGTERM), ("xterm", signal.SIGTERM), ("xterm", signal.SIG
     ids=str,
 )
 def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
-    document: str, home: Path, moment: str, how: tuple[str, int]
+    document: str, moment: str, how: tuple[str, int]
 ) -> None:
     """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
     term, number = how
@@ -237,9 +237,8 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
         os.kill(talk.pid, number)
         with contextlib.suppress(AssertionError):
             talk.until("never", 2)  # read on to the end
-        after = termios.tcgetattr(talk.fd)
         assert talk.code() == 143
-    assert after == before
+        assert termios.tcgetattr(talk.fd) == before
     assert "Traceback" not in talk.seen
     screen = pyte.Screen(100, 24)
     pyte.Stream(screen).feed(talk.seen)

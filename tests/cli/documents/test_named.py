@@ -175,7 +175,7 @@ def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) ->
     assert (stopped.hint, len(seen)) == ("nothing was added", 2)
 
 
-def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path) -> None:
+def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal() -> None:
     main = HERE / "support" / "fake_main.py"
     chat = [sys.executable, str(main), "0", "chat", "-", "--no-save"]
     command = ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat]

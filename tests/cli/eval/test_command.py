@@ -112,9 +112,7 @@ def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
     assert held[1] < 0.8 * held[0]
 
 
-def test_a_share_too_small_for_a_document_ends_the_run(
-    tmp_path: Path,
-) -> None:
+def test_a_share_too_small_for_a_document_ends_the_run(tmp_path: Path) -> None:
     """5 % of the longer documents would do."""
     out = tmp_path / "out.json"
     flags = "--tasks needle --length 1000,400 -n 1 --policy adakv --budget 5% --json"

@@ -91,9 +91,7 @@ class Counted:
 
 
 @pytest.mark.parametrize("windows", some_by_day([None, (20, None, 30)], bool))
-def test_a_document_read_once_is_as_if_each_had(
-    windows: tuple[int | None, ...] | None,
-) -> None:
+def test_a_document_read_once_is_as_if_each_had(windows: tuple[int | None, ...] | None) -> None:
     """Bit for bit, for every prompt policy: what is kept, the logits, those of a second prompt."""
     net = network(windows=windows)
     kv, seen = engine(net).kv, list[tuple[int, int]]()

@@ -317,7 +317,7 @@ def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -
     assert len(real.session.turns) == 1
 
 
-def test_save_and_load(real: Talk, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_save_and_load(real: Talk) -> None:
     real.ask("Who?")
     _, err = real.run("save mine")
     assert err.startswith("saved as mine, and after every turn from now on: ")

@@ -783,7 +783,7 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
 
 
 def test_a_chat_that_can_only_be_read_is_opened(
-    home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = talked()
     saved(session).close()

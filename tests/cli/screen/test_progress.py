@@ -392,7 +392,7 @@ def test_what_a_terminal_keeps(monkeypatch: pytest.MonkeyPatch, how: str, width:
     assert all(len(line.removeprefix("\x1b[2m").split("\x1b")[0]) < width for line in live)
 
 
-def test_a_record_has_thoughts_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_has_thoughts_beside_the_answer() -> None:
     for text, thoughts in ((TEXT, f"{THOUGHTS}\n\nSo it is Ada.\x1b[31m"), ("Ada.", None)):
         chat = scripted(text)
         list(chat.ask("who?", 900))

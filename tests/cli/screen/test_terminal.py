@@ -276,9 +276,7 @@ def test_nothing_is_removed_without_a_yes(
     refused("no terminal to answer on", made.confirmed, "?", yes=False)
 
 
-def test_closed_streams_are_replaced_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_closed_streams_are_replaced_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """stdin is empty, stdout gives an error, and stderr takes everything. A closed stream is no
     terminal, nor can it be flushed."""
     closed = io.StringIO()

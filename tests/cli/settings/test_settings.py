@@ -199,9 +199,7 @@ def test_a_wrong_value_is_refused_in_the_same_words_wherever_it_is(
 
 
 @pytest.mark.parametrize("key", GONE)
-def test_what_is_gone_is_refused_with_what_to_use(
-    home: Path, monkeypatch: pytest.MonkeyPatch, context: Context, key: str
-) -> None:
+def test_what_is_gone_is_refused_with_what_to_use(home: Path, context: Context, key: str) -> None:
     """From everywhere, in one line; `config unset` removes the line."""
     variable = f"MINIKV_{key.upper()}"
     assert GONE[key].count("`") == 2  # what the command line words as a flag
@@ -307,9 +305,7 @@ def test_python_has_the_defaults_of_the_flags() -> None:
     ],
     ids=str,
 )
-def test_wrong_policies_are_refused_before_documents_are_read(
-    wrong: dict[str, Any],
-) -> None:
+def test_wrong_policies_are_refused_before_documents_are_read(wrong: dict[str, Any]) -> None:
     early = refused("", Settings(**wrong).check_eviction)
     late = refused("", Settings(**wrong).eviction)
     assert (str(early), early.hint) == (str(late), late.hint)
