@@ -51,10 +51,7 @@ def test_cached_models_have_a_size_and_a_state(cache: Path, files: dict[str, byt
 
 
 def test_pull_fetches_only_what_is_needed(
-    cache: Path,
-    files: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served = {**files, "README.md": b"x", "pytorch_model.bin": b"x"}
     hub = Sized(monkeypatch, cache, served)

@@ -232,10 +232,7 @@ MILL = "The mill on the river is run by Ada, who came from Velgate. "
 
 @pytest.mark.parametrize(
     ("which", "case"),
-    [
-        *(("bundled", case) for case in CASES.split()),
-        *product(["deep", "sliding"], SOME.split()),
-    ],
+    [*(("bundled", case) for case in CASES.split()), *product(["deep", "sliding"], SOME.split())],
 )
 def test_the_planned_bytes_are_those_of_a_real_run(which: str, case: str) -> None:
     session = chat_of(which)

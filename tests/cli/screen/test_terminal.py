@@ -310,10 +310,7 @@ def test_closed_streams_are_replaced_in_order(monkeypatch: pytest.MonkeyPatch) -
 # -- widths ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("told", "widths"),
-    [
-        (None, {"": 80, "100": 100, "12": 20, "0": 80, "x": 80}),
-        (90, {"": 90, "50": 50, "99": 90}),
-    ],
+    [(None, {"": 80, "100": 100, "12": 20, "0": 80, "x": 80}), (90, {"": 90, "50": 50, "99": 90})],
 )
 def test_columns_makes_a_window_narrower_and_never_wider(
     monkeypatch: pytest.MonkeyPatch, told: int | None, widths: dict[str, int]
