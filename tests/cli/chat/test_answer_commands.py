@@ -383,9 +383,8 @@ def test_ctrl_c_stops_it_and_the_chat_is_as_it_was(
         return forward(*args)
 
     monkeypatch.setattr(session.engine.network, "forward", pressed)
-    with pytest.raises(Interrupted, match="stopped verifying") as caught:
-        verified(session)
-    assert caught.value.hint == "the chat is as it was"
+    stopped = refused("stopped verifying", verified, session, error=Interrupted)
+    assert stopped.hint == "the chat is as it was"
     assert ("the answer:" in capsys.readouterr().err) == (budget == PARTS)
     assert reported(session).against_full.checked == (budget == PARTS)
     still = replace(reported(session), against_full=report.against_full)

@@ -319,10 +319,9 @@ def test_ctrl_c_stops_it(
 
     monkeypatch.setattr(compare, "_live", live)
     before, handler = state(session), signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted) as caught:
-        compared(session, "streaming", "adakv")
-    assert str(caught.value) == f"stopped comparing at {calls[-1][0]}"
-    assert caught.value.hint == "the chat is as it was"
+    stopped = refused("", compared, session, "streaming", "adakv", error=Interrupted)
+    told = (f"stopped comparing at {calls[-1][0]}", "the chat is as it was")
+    assert (str(stopped), stopped.hint) == told
     assert len(calls) <= after + 2
     assert signal.getsignal(signal.SIGINT) is handler
     assert state(session) == before

@@ -102,8 +102,7 @@ def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
     writer.join(60)
     assert (found.text, found.name) == ("first " + "x" * 200_000 + " last", "pipe.txt")
     looks = iter([False, False, True])
-    with pytest.raises(Interrupted, match="stopped reading"):
-        read_file(str(pipe), stopped=lambda: next(looks))
+    refused("stopped reading", read_file, str(pipe), stopped=looks.__next__, error=Interrupted)
     reading, writing = os.pipe()
     os.write(writing, b"from a command")
     os.close(writing)
