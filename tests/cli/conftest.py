@@ -23,7 +23,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    made = World()
+    made = World(monkeypatch)
     monkeypatch.setattr(minikv.cli.chat.turn, "build", made.build)
     return made
 

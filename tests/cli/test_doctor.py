@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 import typer
+from refusals import failing
 from typed import body, printed, screen
 
 from minikv.cache.kv_cache import KVCache
@@ -43,15 +44,12 @@ def hub(monkeypatch: pytest.MonkeyPatch, token: str | None, answer: object) -> N
     """A hub that answers every question with `answer`, or raises it."""
 
     def ask(*arguments: object) -> object:
-        if callable(answer):
-            return answer()
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return answer() if callable(answer) else answer
 
-    monkeypatch.setattr(
-        huggingface_hub, "HfApi", lambda: SimpleNamespace(whoami=ask, model_info=ask)
-    )
+    asked = SimpleNamespace(whoami=ask, model_info=ask)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: asked)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: token)
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
@@ -74,8 +72,6 @@ def run(**named: Any) -> tuple[int, str]:
 
 
 # -- the policies ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_every_policy_passes_and_soon(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some seconds of an idle processor; one that is shared counts twice as many and more."""
@@ -92,11 +88,8 @@ def test_every_policy_passes_and_soon(every: int, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*arguments: object) -> Any:
-        raise ZeroDivisionError("by\nzero")
-
     for method in ("init", "score"):  # after a prompt, and while one is read in blocks
-        monkeypatch.setattr(RoCo, method, broken)
+        monkeypatch.setattr(RoCo, method, failing(ZeroDivisionError("by\nzero")))
     found = policies(lambda text: None)
     assert {check.state for check in found} == {FAILED}
     text = " / ".join(check.detail for check in found)
@@ -104,8 +97,7 @@ def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPa
     assert "roco, --stride 8: ZeroDivisionError" in text
     assert "then none" not in text
     code, table = run(offline=True)
-    assert code == 1
-    assert "failed   policies" in table
+    assert (code, "failed   policies" in table) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +118,15 @@ def test_a_cache_that_lies_is_found_out(
     assert message in attempt(net, "adakv", "roco", 0)
 
 
-def test_a_prompt_that_is_not_read_exactly_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = KVCache.attend
+def test_a_wrong_reading_and_wrong_weights_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, honest = tiny(), KVCache.attend
+    net.layers[1].down.dense().fill_(float("nan"))
+    assert "NaN" in attempt(net, "adakv", "roco", 0)
     monkeypatch.setattr(KVCache, "attend", lambda *a: 0.9 * honest(*a))
     assert attempt(tiny(), "adakv", "roco", 0) == "the prompt was not read exactly"
 
 
-def test_weights_that_are_not_finite_are_found_out() -> None:
-    net = tiny()
-    net.layers[1].down.dense().fill_(float("nan"))
-    assert "NaN" in attempt(net, "adakv", "roco", 0)
-
-
 # -- the hub --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("token", "answer", "state", "message"),
     [
@@ -155,46 +141,32 @@ def test_weights_that_are_not_finite_are_found_out() -> None:
         (None, lambda: time.sleep(3), WARNING, "could not be reached"),
     ],
 )
+@pytest.mark.usefixtures("quick")
 def test_what_the_hub_says(
-    quick: None,
-    monkeypatch: pytest.MonkeyPatch,
-    token: str | None,
-    answer: object,
-    state: str,
-    message: str,
+    monkeypatch: pytest.MonkeyPatch, token: str | None, answer: object, state: str, message: str
 ) -> None:
     hub(monkeypatch, token, answer)
     check = examination.hub(offline=False)
-    assert check.state == state
-    assert message in check.detail
+    assert (check.state, message in check.detail) == (state, True), check
     assert SECRET not in str(check)
 
 
-def test_offline_asks_nobody(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forbidden() -> None:
-        pytest.fail("touched the network")
-
-    hub(monkeypatch, SECRET, forbidden)
+def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline nobody is asked."""
+    assert "no token" in examination.hub(offline=True).detail
+    hub(monkeypatch, SECRET, lambda: pytest.fail("touched the network"))
     check = examination.hub(offline=True)
     assert (check.state, check.detail.split(";")[0]) == (OK, "not contacted: offline")
-
-
-def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no token" in examination.hub(offline=True).detail
     hub(monkeypatch, SECRET, {"name": "ada"})
     assert "hf auth login" in examination.hub(offline=True).detail
     monkeypatch.setenv("HF_TOKEN", SECRET)
     assert "set by HF_TOKEN" in examination.hub(offline=True).detail
     code, text = run()
-    assert code == 0
-    assert "as ada" in text
-    assert SECRET not in text
+    assert (code, "as ada" in text, SECRET in text) == (0, True, False)
 
 
 # -- the machine ----------------------------------------------------------------------------
-
-
-def test_every_check_has_a_line(quick: None) -> None:
+def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     code, table = run(offline=True)
     assert code == 0
     first, *_ = rows = [row for row in table.splitlines() if row[0] != " "]
@@ -202,49 +174,35 @@ def test_every_check_has_a_line(quick: None) -> None:
     assert names == "versions cpu gpu kernels memory models hub policies"
     assert torch.__version__ in first
     assert "\x1b" not in table
-
-
-@pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-def test_the_class_of_the_processor_and_the_choice_are_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(choice, "processor", lambda: "amx")
-    monkeypatch.setattr(choice, "tiles_refused", lambda: False)
-    monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
-    check = examination.kernels()
-    assert check.state == OK
-    assert (
-        "compiled on this machine; processor class amx: C for joined attention, prompt statistics, "
-        in check.detail
-    )
-    assert "; C with tiles for prompt attention" in check.detail
-    assert "refuses" not in check.detail
-    monkeypatch.setattr(choice, "tiles_refused", lambda: True)
-    check = examination.kernels()
-    assert check.state == OK
-    assert check.detail.endswith("Linux refuses this process the tiles (AMX) of the processor")
-
-
-def test_a_check_that_breaks_is_a_failed_check(
-    quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(path: object) -> object:
-        raise OSError("no such\ndevice")
-
-    monkeypatch.setattr(examination.shutil, "disk_usage", broken)
+    # A check that breaks is a failed check.
+    monkeypatch.setattr(examination.shutil, "disk_usage", failing(OSError("no such\ndevice")))
     code, text = run(offline=True)
     assert code == 1
     assert "failed   models    OSError: no such device" in text
     assert "ok       policies" in text  # the others still ran
 
 
+@pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
+def test_the_processor_class_and_the_choice_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "processor", lambda: "amx")
+    monkeypatch.setattr(choice, "tiles_refused", lambda: False)
+    monkeypatch.setattr(prefill.Prefill, "available", lambda _: True)
+    check = examination.kernels()
+    chosen = "processor class amx: C for joined attention, prompt statistics, "
+    assert f"compiled on this machine; {chosen}" in check.detail
+    assert "; C with tiles for prompt attention" in check.detail
+    assert "refuses" not in check.detail
+    monkeypatch.setattr(choice, "tiles_refused", lambda: True)
+    later = examination.kernels()
+    assert check.state == later.state == OK
+    assert later.detail.endswith("Linux refuses this process the tiles (AMX) of the processor")
+
+
 def test_little_disk_and_a_locked_cache_are_warned_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        examination.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30)
-    )
+    left = SimpleNamespace(free=1 << 30)
+    monkeypatch.setattr(examination.shutil, "disk_usage", lambda path: left)
     check = examination.disk()
-    assert check.state == WARNING
-    assert "1.0 GiB free" in check.detail
+    assert (check.state, "1.0 GiB free" in check.detail) == (WARNING, True)
     monkeypatch.setattr(examination.os, "access", lambda path, mode: False)
     assert "not writable" in examination.disk().hint
 
@@ -271,5 +229,4 @@ def test_a_processor_without_products_of_bfloat16_is_told(
 ) -> None:
     monkeypatch.setattr(examination, "cpu_facts", lambda: ("A processor", flags))
     check = examination.cpu()
-    assert check.state == OK
-    assert ("multiplied in float32" in check.hint) == slow
+    assert (check.state, "multiplied in float32" in check.hint) == (OK, slow)

@@ -109,6 +109,13 @@ def test_sections_hold_the_texts() -> None:
     facts = gather(session)
     document = facts.sections[0]
     assert facts.text[document.start : document.end] == ("", "é", *" is ", "", "é")
+    # As one that was loaded without its cache: turns, but no tokens.
+    session = spoken()
+    session.engine.reset()
+    session.refresh(wanted=False)
+    facts = gather(session)
+    assert facts.sections == ()
+    assert facts.turns[0].answer in Elements(page.render(facts)).text
 
 
 def test_a_short_text_is_not_found_in_what_came_before() -> None:
@@ -132,8 +139,6 @@ def test_a_short_text_is_not_found_in_what_came_before() -> None:
 
 
 # The page ------------------------------------------------------------------------------------
-
-
 class Elements(HTMLParser):
     """Every element with its attributes and its own text."""
 
@@ -239,20 +244,8 @@ def test_the_table_of_memory_has_the_curve(facts: ChatFacts) -> None:
         assert row in html
     bars = re.findall(r'class="(\w+)"\s+width="([\d.]+)" height="4"', html)
     assert bars == [("rail", "100.0"), ("bar", "25.0"), ("rail", "50.0"), ("bar", "50.0")]
-
-
-def test_a_page_of_eight_thousand_tokens_and_256_heads_is_small(facts: ChatFacts) -> None:
+    # A page of 8,000 tokens and 256 heads is small.
     assert len(page.render(large(facts, 32, 8, 8_000)).encode()) < 1_000_000
-
-
-def test_a_chat_that_is_not_read_again_yet_still_has_its_conversation() -> None:
-    """As one that was loaded without its cache: turns, but no tokens."""
-    session = spoken()
-    session.engine.reset()
-    session.refresh(wanted=False)
-    facts = gather(session)
-    assert facts.sections == ()
-    assert facts.turns[0].answer in Elements(page.render(facts)).text
 
 
 @pytest.mark.parametrize(
@@ -284,8 +277,6 @@ def test_the_page_formats_answers(facts: ChatFacts, text: str, made: str) -> Non
 
 
 # The command ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def context() -> Context:
     return typed.context(spoken())
@@ -296,9 +287,7 @@ def run(context: Context, *arguments: object) -> str:
 
 
 @pytest.mark.parametrize("name", ["a.html", "b.HTML", "c d.json"])
-def test_export_writes_what_the_name_says_and_replaces_only_when_told(
-    context: Context, tmp_path: Path, name: str
-) -> None:
+def test_export_writes_what_the_name_says(context: Context, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     assert name in run(context, path)
     umask = os.umask(0o022)

@@ -1,19 +1,23 @@
-"""Where a user's files are."""
+"""Where a user's files are; JSON with too many parts."""
 
 from __future__ import annotations
 
 import os
 import stat
 import subprocess
-import sys
+import tracemalloc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from processes import python
 from refusals import refused
 from typed import invoke
 
 from minikv.cli import paths
+from minikv.cli.eval.items import read_items
+from minikv.cli.paths import CONTAINERS, ITEMS, refuse_many
 from minikv.cli.saved import keeper
 from minikv.cli.saved.database import new_folder
 from minikv.cli.screen.editor import history_in
@@ -36,30 +40,26 @@ def test_where_a_file_is(
     monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert where() == tmp_path / folder / name
-    monkeypatch.setenv(variable, "relative")
-    assert where() == tmp_path / folder / name
-    monkeypatch.setenv(variable, "/xdg")
-    assert where() == Path("/xdg/minikv") / name
-    monkeypatch.setenv("MINIKV_HOME", "/own")
-    assert where() == Path("/own") / name
-    monkeypatch.setenv("MINIKV_HOME", "~/own")
-    assert where() == tmp_path / "own" / name
+    for known, value, found in (
+        (variable, "relative", tmp_path / folder),
+        (variable, "/xdg", "/xdg/minikv"),
+        ("MINIKV_HOME", "/own", "/own"),
+        ("MINIKV_HOME", "~/own", tmp_path / "own"),
+    ):
+        monkeypatch.setenv(known, value)
+        assert where() == Path(found) / name
 
 
 @pytest.mark.parametrize("where", FILES)
 def test_without_a_home_directory(
     where: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
+    refused("a user who does not exist: '~no-such-user/x'", where)
     for name in ("MINIKV_HOME", *(variable for variable, _, _ in FILES.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    caught = refused("no home directory", where)
-    assert "MINIKV_HOME" in caught.hint
-
-
-def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
-    refused("a user who does not exist: '~no-such-user/x'", paths.chats_folder)
+    assert "MINIKV_HOME" in refused("no home directory", where).hint
 
 
 @pytest.mark.parametrize(
@@ -92,37 +92,26 @@ def test_folders_are_the_users_alone_for_any_umask(
     assert {path: stat.S_IMODE(path.stat().st_mode) for path in made} == dict.fromkeys(made, 0o700)
 
 
-def program(*arguments: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
+def program(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """minikv in a folder that is removed before it starts."""
     entry = "from minikv.cli.__main__ import run; run()"
     script = (
         "import os, sys; os.rmdir(os.getcwd()); "
         "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
     )
-    return subprocess.run(
-        [sys.executable, "-c", script, "-c", entry, *arguments],
-        cwd=folder,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    folder.mkdir()
+    return python("-c", script, "-c", entry, *arguments, folder=folder)
 
 
-@pytest.mark.parametrize("arguments", [("config", "show"), ("plan",)])
-def test_a_current_directory_that_was_deleted(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """torch's library ended the process there, or it was called a bug."""
-    (tmp_path / "gone").mkdir()
-    done = program(*arguments, folder=tmp_path / "gone")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+def test_a_current_directory_that_was_deleted(tmp_path: Path) -> None:
+    """torch's library ended the process there, or it was called a bug. Help needs none."""
+    told = [
         "error: the current directory cannot be read: No such file or directory",
         "  it was deleted or moved; change to another one with cd",
     ]
-
-
-def test_help_needs_no_current_directory(tmp_path: Path) -> None:
-    (tmp_path / "gone").mkdir()
+    for line in ("config show", "plan"):
+        done = program(*line.split(), folder=tmp_path / "gone")
+        assert (done.returncode, done.stderr.splitlines()) == (2, told), line
     assert program("--help", folder=tmp_path / "gone").returncode == 0
 
 
@@ -145,12 +134,61 @@ def test_warnings_of_libraries_are_shown_only_if_python_is_asked_to(asked: bool)
         "main.run = lambda: warnings.warn('for developers'); __main__.run()"
     )
     options = ("-W", "default") if asked else ()
-    done = subprocess.run(
-        [sys.executable, *options, "-c", code],
-        env={name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python(*options, "-c", code, without=("PYTHONWARNINGS",))
     assert done.returncode == 0
     assert ("for developers" in done.stderr) == asked
+
+
+# -- JSON that would take far more memory than its file is refused before it is parsed --------
+OPEN, ITEM = b"{},", b"1,"
+
+
+@pytest.mark.parametrize(
+    "data", [OPEN * (CONTAINERS + 1), b"[" * (CONTAINERS + 1), ITEM * (ITEMS + 1)]
+)
+def test_many_parts_are_refused(data: bytes) -> None:
+    with pytest.raises(ValueError, match="are too many"):
+        refuse_many(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "many"),
+    [
+        (b'["' + b"{,[" * 9 + b'"]', False),
+        (b'["\\"' + b"{,[" * 9 + b'"]', False),  # an escaped quotation mark
+        (b'["\\\\",' + b"{,[" * 9 + b'""]', True),  # an escaped backslash ends the text
+        (b'["x"' + b"{,[" * 9 + b'"x"]', True),
+        (b'"' + b"{" * 99, False),  # a text without end, which no parser takes
+    ],
+)
+def test_only_what_is_outside_of_texts_counts(
+    text: bytes, many: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "CONTAINERS", 5)
+    monkeypatch.setattr(paths, "ITEMS", 5)
+    with pytest.raises(ValueError, match="are too many") if many else nullcontext():
+        refuse_many(text)
+
+
+def test_a_long_text_costs_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "CONTAINERS", 5)
+    refuse_many(b'"' + b"{\\n" * (1 << 20) + b'"')
+    refuse_many(b'"' + b'{\\"' * (1 << 20))  # without end: it took hours
+    # Many short ones: 45 bytes for each byte, when what is between all was kept at once.
+    monkeypatch.setattr(paths, "ITEMS", 5)
+    data = b'["' + b'{", "[' * (1 << 18) + b'"'
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="are too many"):
+            refuse_many(data)
+        monkeypatch.setattr(paths, "ITEMS", 1 << 18)
+        refuse_many(data)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_such_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "many.json"
+    path.write_bytes(b"[" + OPEN * CONTAINERS + b"{}]")
+    refused("are too many", list, read_items(path))

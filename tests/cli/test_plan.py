@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from fakes import PADDED
 from lettered import over
 from llama_8b import LLAMA
 from pairwise import pairwise
-from refusals import refused
+from refusals import failing, refused
 from safetensors.torch import load_file
 from small import network
 from small_chat import reported
@@ -96,8 +97,6 @@ def of(model: str | None, tokens: int, policy: str = DEFAULT_PROMPT, **named: An
 
 
 # -- weights --------------------------------------------------------------------------------
-
-
 def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
     made = of(None, 1000)
     tensors = load_file(BUNDLED / "model.safetensors")
@@ -135,9 +134,9 @@ def test_packed_weights_are_planned_where_they_run() -> None:
         ("int4+head", "cpu", "float32", ModelError, 'weights="int4+head"'),
         ("int2+head", "cpu", "auto", UsageError, "`weights` must be one of"),
     ):
-        with pytest.raises(error, match=re.escape(message)) as caught:
-            run(None, "1000", weights=form, device=device, dtype=dtype, memory="24GiB")
-        assert caught.value.exit_code == 2  # type: ignore[attr-defined]
+        given = {"weights": form, "device": device, "dtype": dtype, "memory": "24GiB"}
+        caught = refused(re.escape(message), run, None, "1000", error=error, **given)
+        assert caught.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -154,9 +153,7 @@ def test_packed_weights_are_planned_where_they_run() -> None:
     ],
     ids=str,
 )
-def test_random_models_of_transformers_are_counted_to_the_parameter(
-    family: str, raw: dict[str, Any], tmp_path: Path
-) -> None:
+def test_random_models_are_counted(family: str, raw: dict[str, Any], tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     _, kind = classes(family)
@@ -173,28 +170,15 @@ def test_random_models_of_transformers_are_counted_to_the_parameter(
 
 
 # -- the cache, against real runs -----------------------------------------------------------
-
-
-def chat_of(*windows: int | None) -> ChatSession:
-    """A chat over a random network whose tokens are bytes, with a layer for each of the windows."""
+@cache
+def chat_of(which: str) -> ChatSession:
+    """Over the bundled model, or over a random network whose tokens are bytes."""
+    if which == "bundled":
+        return minikv.load(device="cpu", tier="none")
+    windows = (None, 120, None, 40) if which == "sliding" else (None,) * 8
     sizes = {"heads": 8, "kv_heads": 2, "head_dim": 16, "hidden": 64, "mlp": 96, "vocab": PADDED}
     net = network(64, 1, windows=windows, max_context=2048, **sizes)
     return over(net, EvictionConfig.read("full"), reuse="once")
-
-
-@pytest.fixture(scope="module")
-def bundled() -> ChatSession:
-    return minikv.load(device="cpu", tier="none")
-
-
-@pytest.fixture(scope="module")
-def deep() -> ChatSession:
-    return chat_of(*[None] * 8)
-
-
-@pytest.fixture(scope="module")
-def sliding() -> ChatSession:
-    return chat_of(None, 120, None, 40)
 
 
 def planned_by(
@@ -248,15 +232,10 @@ MILL = "The mill on the river is run by Ada, who came from Velgate. "
 
 @pytest.mark.parametrize(
     ("which", "case"),
-    [
-        *(("bundled", case) for case in CASES.split()),
-        *product(["deep", "sliding"], SOME.split()),
-    ],
+    [*(("bundled", case) for case in CASES.split()), *product(["deep", "sliding"], SOME.split())],
 )
-def test_the_planned_bytes_are_those_of_a_real_run(
-    which: str, case: str, request: pytest.FixtureRequest
-) -> None:
-    session: ChatSession = request.getfixturevalue(which)
+def test_the_planned_bytes_are_those_of_a_real_run(which: str, case: str) -> None:
+    session = chat_of(which)
     policy, decode, *stride = case.split("/")
     for budget in ("72", "600"):  # below the prompt, and above it
         choice = EvictionConfig.read(policy, decode, budget, stride=int(*stride))  # or 0
@@ -276,12 +255,9 @@ def test_the_planned_bytes_are_those_of_a_real_run(
         ["none", "file"],
     ),
 )
-def test_what_is_read_twice_stays_below_its_plan(
-    which: str, policy: str, decode: str, tier: str, request: pytest.FixtureRequest
-) -> None:
+def test_what_is_read_twice(which: str, policy: str, decode: str, tier: str) -> None:
     """The request is counted with more tokens than it has."""
-    session: ChatSession = request.getfixturevalue(which)
-    choice = EvictionConfig.read(policy, decode, "72")
+    session, choice = chat_of(which), EvictionConfig.read(policy, decode, "72")
     session.recall.kind, session.reuse = tier, "once"
     report = asked(session, choice, MILL * 20)
     session.recall.kind = "none"
@@ -333,18 +309,14 @@ def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
 
 
 @pytest.mark.parametrize("budget", ["30%", "300KiB"])
-def test_a_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(
-    bundled: ChatSession, budget: str
-) -> None:
+def test_a_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(budget: str) -> None:
     choice = EvictionConfig.read("adakv", "roco", budget)
-    pairs = measured_and_planned(bundled, choice, "The mill is run by Ada. " * 40)
+    pairs = measured_and_planned(chat_of("bundled"), choice, "The mill is run by Ada. " * 40)
     assert [planned for _, planned in pairs] == [measured for measured, _ in pairs]
     assert pairs[2][0] < pairs[3][0]  # it did evict
 
 
 # -- the command ----------------------------------------------------------------------------
-
-
 def test_the_screen_has_what_the_json_has() -> None:
     given = {"budget": "256", "memory": "24GiB"}
     text, made = run(None, "2k", **given), record(None, "2k", **given)
@@ -376,15 +348,19 @@ def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None
     assert made["tier_int8"] < 0.3 * made["tier"]  # of float32
     kept = f"{size(made['tier'])} (in int8 {size(made['tier_int8'])}) for {tokens:,}"
     assert f"tier {kept}, which a later question reads" in words(None, str(tokens), **given)
+    # Where nothing is evicted, there is none.
+    assert record(None, "8k", policy="full", memory="1GiB")["tier"] == 0
+    assert "a later question" not in run(None, "8k", policy="full", memory="1GiB")
+    auto = record(None, "8k", memory="1GiB")
+    assert auto["tier"] == 0
+    assert {row["rows"] for row in auto["rows"]} == {None}
 
 
 @pytest.mark.parametrize("dtype", ["same", "int8"])
-def test_what_is_needed_counts_the_tier_where_a_chat_would_have_it(
-    dtype: str, bundled: ChatSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_needed_counts_a_tier_in_ram(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In RAM it takes the cache's memory: all but the layer that is read in it, if it is exact."""
     monkeypatch.setattr("minikv.models.weights.loading_bytes", lambda *_: 0)
-    config = config_of(bundled)
+    config = config_of(chat_of("bundled"))
     row = 2 * config.kv_heads * (config.head_dim * 4 if dtype == "same" else config.head_dim + 2)
     layers = config.layers - (dtype == "same")
     given: dict[str, Any] = {"budget": "128", "tier_dtype": dtype, "memory": "1GiB"}
@@ -402,14 +378,6 @@ def test_what_is_needed_counts_the_tier_where_a_chat_would_have_it(
     assert cuda[0]["rows"] == cuda[1]["rows"]
 
 
-def test_where_nothing_is_evicted_there_is_no_tier() -> None:
-    assert record(None, "8k", policy="full", memory="1GiB")["tier"] == 0
-    assert "a later question" not in run(None, "8k", policy="full", memory="1GiB")
-    auto = record(None, "8k", memory="1GiB")
-    assert auto["tier"] == 0
-    assert {row["rows"] for row in auto["rows"]} == {None}
-
-
 def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
     fits = {row["policy"]: row["fits"] for row in record(None, "4k", memory="20MiB")["rows"]}
     assert fits["full"] is False
@@ -418,11 +386,15 @@ def test_what_does_not_fit_is_told_apart_from_too_few_positions() -> None:
     assert text.count("no, context") == 7
     assert [record(None, n)["suffices"] for n in ("8191", "8192")] == [True, False]
     assert "plan      read 8,100 tokens, write 92; budget" in run(None, "8100", budget="512")
+    # A policy of the selection that the budget is too small for says so.
+    text = run(None, "2000", budget="16")
+    assert "is too small for snapkv" in text
+    assert "the smallest useful budget here is" in words(None, "2000", budget="16")
+    assert "streaming" in text
+    refused("too small", run, None, "2000", policy="snapkv", budget="16")
 
 
 # -- without --tokens, and what is suggested ------------------------------------------------
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
@@ -490,7 +462,7 @@ def test_what_is_suggested_fits(
     assert hint["needs"] < hint["free"]
 
 
-def test_what_cannot_be_helped_is_said(llama: str) -> None:
+def test_what_cannot_be_helped_is_said(llama: str, tmp_path: Path) -> None:
     text = words(llama, "100k", memory="4GiB", device="cpu")
     assert "100,000 tokens do not fit: --device cpu --weights int4+head --policy roco" in text
     assert "still needs " in text
@@ -500,9 +472,7 @@ def test_what_cannot_be_helped_is_said(llama: str) -> None:
     # Nor anything for a document that the model cannot read at all.
     assert record(llama, "200k", memory="4GiB")["suggestion"] is None
     assert "minikv chat" not in run(llama, "200k", memory="80GiB")
-
-
-def test_a_model_whose_name_has_blanks_is_quoted(llama: str, tmp_path: Path) -> None:
+    # A model whose name has blanks is quoted.
     folder = tmp_path / "a model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -514,14 +484,6 @@ def test_every_width(tokens: str) -> None:
     text = run(None, tokens, budget="512")
     for width in (40, 80, 200):
         assert max(map(len, in_columns(text, width).splitlines())) <= width
-
-
-def test_a_policy_of_the_selection_that_the_budget_is_too_small_for_says_so() -> None:
-    text = run(None, "2000", budget="16")
-    assert "is too small for snapkv" in text
-    assert "the smallest useful budget here is" in words(None, "2000", budget="16")
-    assert "streaming" in text
-    refused("too small", run, None, "2000", policy="snapkv", budget="16")
 
 
 def test_policies_decode_and_options_are_the_users() -> None:
@@ -569,30 +531,25 @@ def test_numbers_of_tokens() -> None:
 
 
 # -- where the configuration comes from -----------------------------------------------------
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A hub with an empty cache. `names` are the files of every repository; `answer` is a path to
-    return or an error to raise."""
-    made = SimpleNamespace(cached=None, answer=None, asked=[], names=["config.json"], error=None)
+    """A hub with an empty cache. `names` are the files of every repository; `answer` is the path of
+    what is downloaded."""
+    made = SimpleNamespace(cached=None, answer=None, asked=[], names=["config.json"])
 
     def info(repo: str, revision: str | None = None) -> SimpleNamespace:
-        if made.error is not None:
-            raise made.error
         return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in made.names])
 
     def download(repo: str, name: str, revision: str | None = None) -> str:
         made.asked.append((repo, name, revision))
-        if isinstance(made.answer, Exception):
-            raise made.answer
         return str(made.answer)
 
-    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(model_info=info))
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr(
-        huggingface_hub, "try_to_load_from_cache", lambda repo, name, revision=None: made.cached
-    )
+    for name, act in {
+        "HfApi": lambda: SimpleNamespace(model_info=info),
+        "hf_hub_download": download,
+        "try_to_load_from_cache": lambda repo, name, revision=None: made.cached,
+    }.items():
+        monkeypatch.setattr(huggingface_hub, name, act)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     return made
 
@@ -606,25 +563,21 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ],
     ids=str,
 )
-def test_a_repository_without_a_configuration(
+def test_no_configuration_in_a_repository(
     hub: SimpleNamespace, names: list[str], message: str
 ) -> None:
     hub.names = names
-    with pytest.raises(ModelError, match=message) as caught:
-        run("owner/model", "1000")
-    assert (caught.value.exit_code, hub.asked) == (3, [])
+    error = refused(message, run, "owner/model", "1000", error=ModelError)
+    assert (error.exit_code, hub.asked) == (3, [])
 
 
 def test_without_a_network_there_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The library logs each of its attempts, and makes six."""
-
-    def no(*_: Any, **__: Any) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
+    unknown = failing(socket.gaierror(-2, "Name or service not known"))
     for name in ("getaddrinfo", "create_connection"):
-        monkeypatch.setattr(socket, name, no)
+        monkeypatch.setattr(socket, name, unknown)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     done = invoke("plan", "-m", "owner/no-such-model-here", "--tokens", "1k")
     assert (done.exit_code, done.stdout) == (3, "")
@@ -633,12 +586,11 @@ def test_without_a_network_there_is_one_line(
     assert [line for line in rest if not line.startswith("  check the network")] == []
 
 
-def test_of_a_hub_model_only_the_configuration_is_fetched(
+def test_only_the_configuration_is_fetched(
     hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cached one needs no network."""
-    with pytest.raises(ModelUnavailable, match="offline"):
-        run("owner/model", "1000", offline=True)
+    refused("offline", run, "owner/model", "1000", offline=True, error=ModelUnavailable)
     hub.cached = str(BUNDLED / "config.json")
     assert "owner/model" in run("owner/model", "1000", offline=True)
     assert hub.asked == []
@@ -646,8 +598,7 @@ def test_of_a_hub_model_only_the_configuration_is_fetched(
     assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
     assert hub.asked == [("owner/model", "config.json", "abc")]
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelUnavailable, match="offline"):
-        run("owner/model", "1000")
+    refused("offline", run, "owner/model", "1000", error=ModelUnavailable)
     assert len(hub.asked) == 1
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from minikv.engine.threads import allowed
 
@@ -54,36 +54,34 @@ def test_affinity_counts(tmp_path: Path) -> None:
 
 
 # -- how they wait ------------------------------------------------------------------------------
+LOADED = """
+import os, sys
+import minikv
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+sys.meta_path.insert(0, Watch())
+minikv.load(device="cpu", window=8)
+"""
 
 
-LOADED = (
-    "import os, sys\n"
-    "import minikv\n"
-    "class Watch:\n"
-    "    def find_spec(self, name, path=None, target=None):\n"
-    "        if name == 'torch':\n"
-    "            print(os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
-    "            os._exit(0)\n"
-    "sys.meta_path.insert(0, Watch())\n"
-    "minikv.load(device='cpu', window=8)\n"
-)
-
-
-VERSION = (
-    "import os, sys\n"
-    "from minikv.cli.main import run\n"
-    "sys.argv = ['minikv', '--version']\n"
-    "try:\n    run()\nexcept SystemExit:\n    pass\n"
-    "assert 'torch' not in sys.modules\n"
-    "print(os.environ.get('GOMP_SPINCOUNT'))\n"
-)
+VERSION = """
+import contextlib, os, sys
+from minikv.cli.main import run
+sys.argv = ["minikv", "--version"]
+with contextlib.suppress(SystemExit):
+    run()
+assert "torch" not in sys.modules
+print(os.environ.get("GOMP_SPINCOUNT"))
+"""
 
 
 def said(code: str, **env: str) -> str:
     """The last line of a process that has this code."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
-    command, env = [sys.executable, "-c", code], {**clean, **env}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    done = python("-c", code, without=("GOMP_", "OMP_WAIT"), **env)
+    assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[-2]
 
 
@@ -148,18 +146,9 @@ def test_a_fork_after_load_is_refused_and_harms_nobody(tmp_path: Path) -> None:
     """The threads that compute do not exist in a fork. The parent's chat goes on, and a process
     that is started anew is not refused."""
     (tmp_path / "forked.py").write_text(FORKED)
-    run = subprocess.run(
-        [sys.executable, tmp_path / "forked.py"],
-        env=os.environ | {"OMP_NUM_THREADS": "2"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    run = python(str(tmp_path / "forked.py"), OMP_NUM_THREADS="2")
     assert run.stderr == ""
     *outcomes, answer, spawned, code = run.stdout.splitlines()
     refused = ["ask", "the open answer", "attach", "load", "pool"]
     assert outcomes == [*(f"{name}|7" for name in refused), "close|0"]
-    assert answer.strip()
-    assert spawned.strip()
-    assert code == "0"
+    assert (bool(answer.strip()), bool(spawned.strip()), code) == (True, True, "0")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import typer
 from fakes import ByteTokenizer, ChatML, FakeEngine
 from rich.cells import cell_len
@@ -49,10 +50,11 @@ def body(app: typer.Typer, *words: str) -> Callable[..., None]:
 
 
 class World:
-    """A fake model in the place of any other. Fixture `world` puts it there."""
+    """A fake model in the place of any other. Fixture `world` puts it there. patch: for what a test
+    changes besides."""
 
-    def __init__(self) -> None:
-        self.engine = FakeEngine()
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.engine = patch, FakeEngine()
         self.max_context = 4096
         self.failure: BaseException | None = None
         self.settings: Settings | None = None

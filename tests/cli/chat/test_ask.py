@@ -1,19 +1,22 @@
-"""`minikv ask`: what is read, what goes to which stream, settings and exit codes."""
+"""`minikv ask`: which words are the question, what is read, what goes to which stream, settings and
+exit codes."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shlex
 from functools import partial
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from typed import World, answer_of, fails, said, screen
 
 from minikv.cache.rules import Rules
 from minikv.cli.asked import Question
-from minikv.cli.chat.ask import ask
+from minikv.cli.chat.ask import ask, sorted_out
 from minikv.cli.failures import explain
 from minikv.cli.settings.config import Config, Interface
 from minikv.cli.settings.flags import Call
@@ -61,8 +64,6 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
 
 
 # -- what is read ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "piped", "read"),
     [
@@ -143,8 +144,6 @@ def test_a_directory_and_a_pattern_are_documents(world: World, tmp_path: Path) -
 
 
 # -- what is said beside the answer ---------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "told"),
     [
@@ -206,8 +205,6 @@ def test_json_has_the_answer_and_the_turn_record(world: World, document: str) ->
 
 
 # -- settings -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -240,8 +237,6 @@ def test_usage_errors_are_one_line_and_a_hint(
 
 
 # -- failures -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
@@ -288,3 +283,97 @@ def test_debug_shows_where(world: World, document: str) -> None:
     # An error text of many lines becomes one.
     assert "\n" not in explain(ValueError("a\nb\n\nc" * 500)).message
     assert len(explain(ValueError("x" * 10_000)).message) < 500
+
+
+# -- which words are the question: the first, or the only one that names no file --------------
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("report.txt", "notes.md", "my report.txt", "todo", "docs/a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "'What is it?' report.txt",
+        "'What is it?'",
+        "What",
+        "What report.txt",
+        "'report.txt is what?' notes.md - docs '*.md'",
+        "- report.txt",
+        "- -",
+        "'What is it?' reprot.txt",  # reading it says that it is not there
+        "'What is it?' reprot.txt notes.md",
+        "'' report.txt",
+        "'a\0b' report.txt",
+        "'Does **this** match [anything]?' report.txt",
+    ],
+)
+def test_the_first_word_is_the_question(line: str) -> None:
+    question, *files = shlex.split(line)
+    assert sorted_out(question, files) == (question, files, "")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("line", "question", "files"),
+    [
+        ("report.txt 'What is it?'", "What is it?", ["report.txt"]),
+        ("report.txt Why", "Why", ["report.txt"]),
+        ("report.txt Why?", "Why?", ["report.txt"]),
+        ("'my report.txt' 'What is new in v1.2'", "What is new in v1.2", ["my report.txt"]),
+        ("report.txt notes.md 'What is it?'", "What is it?", ["report.txt", "notes.md"]),
+        ("report.txt 'What is it?' notes.md -", "What is it?", ["report.txt", "notes.md", "-"]),
+        ("docs 'What is it?'", "What is it?", ["docs"]),
+        ("'docs/*.txt' 'What is it?'", "What is it?", ["docs/*.txt"]),
+        ("reprot.txt 'What is it?'", "What is it?", ["reprot.txt"]),
+        ("reprot.txt What?", "What?", ["reprot.txt"]),
+        ("reprot.txt notes.md Why", "Why", ["reprot.txt", "notes.md"]),
+        ("report.txt nots.md 'Who is it'", "Who is it", ["report.txt", "nots.md"]),
+    ],
+)
+def test_the_only_word_without_a_file_is_it(line: str, question: str, files: list[str]) -> None:
+    first, *others = shlex.split(line)
+    found = sorted_out(first, others)
+    assert found[:2] == (question, files)
+    assert found[2] == f"read as minikv ask {shlex.join([question, *files])}"
+    assert sorted_out(question, files) == (question, files, "")
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("line", "typed"),
+    [
+        ("report.txt", "QUESTION report.txt"),
+        ("report.txt notes.md", "QUESTION report.txt notes.md"),
+        ("report.txt -", "QUESTION report.txt -"),
+        ("todo report.txt", "QUESTION todo report.txt"),
+        ("report.txt nots.md", "QUESTION report.txt nots.md"),
+        ("report.txt who knows", "'who knows' report.txt"),
+        ("report.txt 'Who is it' 'And why'", "'Who is it And why' report.txt"),
+        ("report.txt what is notes.md then", "'what is then' report.txt notes.md"),
+        ("hello there", "'hello there' FILE"),
+        ("Who notes", "'Who notes' FILE"),
+        ("What is this about", "'What is this about' FILE"),
+        ("What 'is it' report.txt", "'What is it' report.txt"),
+        ("What is this about reprot.txt", "'What is this about' reprot.txt"),
+        ("What is in docs about report.txt", "'What is in about' docs report.txt"),
+        ("report.txt what is it", "'what is it' report.txt"),
+        ("What is this about report.txt", "'What is this about' report.txt"),
+        ("What is this docs/ notes.md -", "'What is this' docs/ notes.md -"),
+        ("Who runs reprot.txt notes.md", "'Who runs' reprot.txt notes.md"),
+        ("Summarise briefly report.txt", "'Summarise briefly' report.txt"),
+        ("reprot.txt what is it?", "'what is it?' reprot.txt"),
+        ("What is a 'b c' report.txt", "'What is a b c' report.txt"),
+    ],
+)
+def test_the_rest_is_refused_with_the_line_to_type(line: str, typed: str) -> None:
+    first, *others = shlex.split(line)
+    words = shlex.split(typed)
+    message = "there is no question" if "QUESTION" in words else "name no file"
+    assert f"minikv ask {typed}" in refused(message, sorted_out, first, others).hint
+    if "QUESTION" not in words:
+        assert sorted_out(words[0], words[1:]) == (words[0], words[1:], "")

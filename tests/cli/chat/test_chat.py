@@ -23,14 +23,17 @@ def test_piped_questions_are_turns(world: World, document: str) -> None:
     assert first != second
     assert world.session.turn == 2
     assert result.stderr.count("first token") == 2
+    # A turn that fails leaves the chat intact.
+    world.max_context = 120
+    result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
+    fails(result, 5, "/drop NUMBER removes one")
+    assert result.stdout == answer_of(TEXT, "short?") + "\n"
 
 
 @pytest.mark.parametrize(
     "encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
 )
-def test_piped_questions_are_decoded_as_documents_are(
-    world: World, document: str, encoding: str
-) -> None:
+def test_piped_questions_are_decoded(world: World, document: str, encoding: str) -> None:
     """As PowerShell and Notepad write them; U+0A3E and U+0D0A have a line end's byte in them."""
     mark = "\ufeff" if encoding.endswith("e") else ""
     text = f"{mark}/tokens\r\nਾഊ first?\r\n\nsecond?"
@@ -93,14 +96,10 @@ def test_what_cannot_begin_is_a_usage_error(
 
 
 # -- saved chats ----------------------------------------------------------------------------
-
-
-def test_a_resumed_chat_says_which_settings_are_its_own(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_chat_says_which_settings_are_its_own(world: World, document: str) -> None:
     world.run("chat", document, "--budget", "64", "-S", "be brief", input="q\n/save x\n")
     for name, value in (("BUDGET", "128"), ("SEED", "9"), ("TOP_K", "5")):
-        monkeypatch.setenv(f"MINIKV_{name}", value)
+        world.patch.setenv(f"MINIKV_{name}", value)
     flags = ("--seed", "3", "-S", "be long", "--pin-system", "--offline")
     plain = """budget 64 chat x
         seed 0 chat x
@@ -119,9 +118,7 @@ def test_a_resumed_chat_says_which_settings_are_its_own(
             assert found[name][row[0] == "-" :] == row[row[0] == "-" :]
 
 
-def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
-    world: World, document: str
-) -> None:
+def test_a_chat_that_is_not_saved_is_told_as_in_a_shell(world: World, document: str) -> None:
     first, hint = fails(world.run("chat", "--resume", "thesis"), 2).splitlines()
     assert first == "error: no saved chat 'thesis'"
     assert hint.startswith("  there is none in /")
@@ -136,8 +133,6 @@ def test_a_chat_that_is_not_saved_is_told_in_the_words_of_a_shell(
 
 
 # -- slash commands -------------------------------------------------------------------------
-
-
 def test_slash_commands(world: World, document: str, tmp_path: Path) -> None:
     (tmp_path / "other file.txt").write_text("more")
     lines = f"""/help
@@ -177,9 +172,7 @@ never asked"""
         assert result.stderr.count(text) >= count, text
 
 
-def test_help_has_a_narrow_first_column(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
     lines = world.run("chat", document, input="/help\n/help kept\n").stderr.splitlines()
     assert "/stats                   what the last turn cost, measured" in lines
     shown = [i for i, line in enumerate(lines) if line.startswith("/kept ")]
@@ -187,7 +180,7 @@ def test_help_has_a_narrow_first_column(
     for i in shown:
         assert lines[i].endswith('"TEXT"]')
         assert re.match(r" {25}\S", lines[i + 1])
-    monkeypatch.setenv("COLUMNS", "50")  # where it would leave too little
+    world.patch.setenv("COLUMNS", "50")  # where it would leave too little
     lines = world.run("chat", document, input="/help\n").stderr.splitlines()
     assert lines[lines.index("/stats") + 1] == "    what the last turn cost, measured"
 
@@ -226,9 +219,7 @@ def test_bad_commands_explain_themselves_and_the_chat_goes_on(
     assert world.session.messages[0].content.endswith("still here?")
 
 
-def test_ctrl_c_in_a_command_does_not_end_the_chat(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_in_a_command_does_not_end_the_chat(world: World, document: str) -> None:
     read = named.read_file
 
     def interrupted(path: str, *rest: Any, **more: Any) -> named.Text:
@@ -236,16 +227,9 @@ def test_ctrl_c_in_a_command_does_not_end_the_chat(
             os.kill(os.getpid(), signal.SIGINT)
         return read(path, *rest, **more)
 
-    monkeypatch.setattr(named, "read_file", interrupted)
+    world.patch.setattr(named, "read_file", interrupted)
     other = Path(document).with_name("more.txt")
     other.write_text("More.")
     result = world.ok("chat", document, input=f"/add {other}\nstill here?\n")
     assert len(result.stdout.splitlines()) == 1
     assert len(world.session.documents) == 2
-
-
-def test_a_turn_that_fails_leaves_the_chat_intact(world: World, document: str) -> None:
-    world.max_context = 120
-    result = world.run("chat", document, input=f"{'long ' * 30}\nshort?\n")
-    fails(result, 5, "/drop NUMBER removes one")
-    assert result.stdout == answer_of(TEXT, "short?") + "\n"

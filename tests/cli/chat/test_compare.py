@@ -70,8 +70,6 @@ def run(session: ChatSession, name: str, question: str, tokens: int) -> Run:
 
 
 # -- the chat is untouched ------------------------------------------------------------------
-
-
 WINDOWS = ((None, None), (24, None))
 TIERS = some_by_day(
     pairwise([p for p in prompt_names() if p != "full"], ("ram", "file"), (1, 3), WINDOWS),
@@ -243,8 +241,6 @@ def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- what is asked --------------------------------------------------------------------------
-
-
 def test_policies_of_a_comparison() -> None:
     session = asked("Who?")
 
@@ -290,14 +286,12 @@ def test_bad_arguments_before_anything_runs(
     assert state(session) == before
 
 
-def test_nothing_to_compare() -> None:
+def test_what_cannot_be_compared() -> None:
     session = chat("full", "none", eviction=EvictionConfig.read("full"))
     refused("no question", compared, session)
     list(session.ask("Who?", 2))
     refused("evicts nothing", compared, session)
-
-
-def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
+    # A document that does not fit gives the session's error.
     session = asked("Who?")
     (turn,) = session.turns
     session.turns[0] = replace(turn, documents=(*turn.documents, Document("x" * 4000)))
@@ -308,8 +302,6 @@ def test_a_document_that_does_not_fit_gives_the_sessions_error() -> None:
 
 
 # -- Ctrl-C ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("after", "runs"), [(0, 1), (4, 1), (30, 2), (50, 3)])
 def test_ctrl_c_stops_it(
     after: int, runs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -327,10 +319,9 @@ def test_ctrl_c_stops_it(
 
     monkeypatch.setattr(compare, "_live", live)
     before, handler = state(session), signal.getsignal(signal.SIGINT)
-    with pytest.raises(Interrupted) as caught:
-        compared(session, "streaming", "adakv")
-    assert str(caught.value) == f"stopped comparing at {calls[-1][0]}"
-    assert caught.value.hint == "the chat is as it was"
+    stopped = refused("", compared, session, "streaming", "adakv", error=Interrupted)
+    told = (f"stopped comparing at {calls[-1][0]}", "the chat is as it was")
+    assert (str(stopped), stopped.hint) == told
     assert len(calls) <= after + 2
     assert signal.getsignal(signal.SIGINT) is handler
     assert state(session) == before
@@ -341,8 +332,6 @@ def test_ctrl_c_stops_it(
 
 
 # -- the table ------------------------------------------------------------------------------
-
-
 def runs_of(texts: list[str]) -> list[Run]:
     report = reported(asked("Who?"))
     kept = replace(report.tokens, kept_min=report.tokens.seen_total)

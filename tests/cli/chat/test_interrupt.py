@@ -32,9 +32,7 @@ ANSWER = answer_of("The mill is run by Ada.", "first?")[:3]
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )
-def test_a_signal_ends_a_question_and_what_was_written_stays(
-    document: str, number: int, code: int
-) -> None:
+def test_a_signal_ends_a_question_between_tokens(document: str, number: int, code: int) -> None:
     """Without a terminal, too: one newline ends it. So does Ctrl-C a chat that waits for a line."""
     with Piped("ask", "first?", document, pace=0.05) as process:
         first = process.stdout.read(3)
@@ -81,9 +79,7 @@ run()
 
 
 @pytest.mark.parametrize("out", some_by_day(["/dev/null", "/dev/stdout"], "/dev/null".__eq__))
-def test_keys_pressed_while_something_runs_are_not_echoed(
-    document: str, tmp_path: Path, out: str
-) -> None:
+def test_keys_pressed_meanwhile_are_not_echoed(document: str, tmp_path: Path, out: str) -> None:
     """While the model loads, under a command and around an answer, wherever that goes."""
     notes = tmp_path / "notes"
     command = ["sh", "-c", f'exec "$@" >{out}', "sh", sys.executable, "-c", _ECHO]
@@ -177,9 +173,7 @@ def test_two_interrupts_within_two_seconds_leave(talk: Terminals, asked: bool) -
 
 
 @pytest.mark.parametrize("typed", [True, False])
-def test_a_sent_question_begins_the_count_anew(
-    monkeypatch: pytest.MonkeyPatch, typed: bool
-) -> None:
+def test_a_sent_question_begins_anew(monkeypatch: pytest.MonkeyPatch, typed: bool) -> None:
     """Of lines from a pipe none is sent by the user, who presses twice to leave all of them."""
     monkeypatch.setattr("minikv.cli.failures.TWICE", 1e9)
     session = small_chat.chat()
@@ -217,7 +211,7 @@ HOW = (("dumb", signal.SIGTERM), ("xterm", signal.SIGTERM), ("xterm", signal.SIG
     ids=str,
 )
 def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
-    document: str, home: Path, moment: str, how: tuple[str, int]
+    document: str, moment: str, how: tuple[str, int]
 ) -> None:
     """143, no toolbar, the terminal's mode as before, and what was written of the answer kept."""
     term, number = how
@@ -243,9 +237,8 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
         os.kill(talk.pid, number)
         with contextlib.suppress(AssertionError):
             talk.until("never", 2)  # read on to the end
-        after = termios.tcgetattr(talk.fd)
         assert talk.code() == 143
-    assert after == before
+        assert termios.tcgetattr(talk.fd) == before
     assert "Traceback" not in talk.seen
     screen = pyte.Screen(100, 24)
     pyte.Stream(screen).feed(talk.seen)

@@ -56,8 +56,6 @@ def facts(text: str, held: torch.Tensor | None = None, names: tuple[str, ...] = 
 
 
 # -- facts ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("prompt", "step", "windows"),
     [
@@ -150,8 +148,6 @@ def test_documents_are_found_in_order() -> None:
 
 
 # -- pages ----------------------------------------------------------------------------------
-
-
 def random_facts(text: str, seed: int = 0, names: tuple[str, ...] = ("story.txt",)) -> Kept:
     generator = torch.Generator().manual_seed(seed)
     tokens = 1 + len(text.encode())
@@ -204,9 +200,7 @@ def test_shades_ascend_and_can_be_read() -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(50, 24), (80, 24), (120, 40), (50, 8)])
 @pytest.mark.parametrize("colour", [False, True])
-def test_the_beginning_fits_on_the_screen_with_the_prompt(
-    width: int, height: int, colour: bool
-) -> None:
+def test_the_beginning_fits_above_the_prompt(width: int, height: int, colour: bool) -> None:
     found = random_facts("".join(f"line {i} of the document that is read\n" for i in range(120)))
     screen, first = Screen(width, colour, height), ["summary"] * (height > 8)
     lines = kept.page(found, screen, first, whole=False)
@@ -218,8 +212,6 @@ def test_the_beginning_fits_on_the_screen_with_the_prompt(
 
 
 # -- a phrase -------------------------------------------------------------------------------
-
-
 def test_find_counts_heads_that_hold_all_of_a_phrase() -> None:
     text = "one net\ndebt two Net Debt three"
     held = torch.zeros(4, 3, 1 + len(text), dtype=torch.bool)
@@ -284,8 +276,6 @@ def test_phrases_fit_and_are_filtered(width: int) -> None:
 
 
 # -- the command ----------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def asked() -> ChatSession:
     session = chat()

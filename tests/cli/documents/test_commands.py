@@ -43,9 +43,7 @@ def file(folder: Path, name: str, data: bytes = b"some text") -> str:
     return str(path)
 
 
-def test_add_says_what_it_read_and_keeps_the_order(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
+def test_add_says_what_it_read_in_order(run: Run, session: ChatSession, tmp_path: Path) -> None:
     refused("no such file", run, "add", file(tmp_path, "good.txt"), str(tmp_path / "bad.txt"))
     assert session.pending == []
     said = run("add", file(tmp_path, "b.txt"), file(tmp_path, "a b.md", "héé".encode()))
@@ -57,9 +55,7 @@ def test_add_says_what_it_read_and_keeps_the_order(
     assert pending == [("b.txt", "some text"), ("a b.md", "héé")]
 
 
-def test_two_documents_of_one_name_get_names_that_differ(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
+def test_two_documents_of_one_name_differ(run: Run, session: ChatSession, tmp_path: Path) -> None:
     run("add", file(tmp_path, "r.txt", b"one"))
     list(session.ask("q", 3))
     run("add", file(tmp_path / "x", "r.txt", b"two"), file(tmp_path / "y", "r.txt", b"three"))
@@ -70,9 +66,7 @@ def test_two_documents_of_one_name_get_names_that_differ(
     assert "two" not in session.messages[0].content
 
 
-def test_a_file_that_is_named_twice_is_read_once(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
+def test_a_file_named_twice_is_read_once(run: Run, session: ChatSession, tmp_path: Path) -> None:
     here = "r.txt is here already: it is read once\n"
     name, other = file(tmp_path, "r.txt", b"one"), file(tmp_path / "x", "r.txt", b"one")
     assert run("add", name, name).startswith(here)
@@ -133,9 +127,7 @@ def test_docs_lists_what_was_read_and_what_waits(
     assert "a]0;b[bold] · 4 characters" in run("docs")
 
 
-def test_drop_takes_a_waiting_document_out_at_once(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
+def test_drop_of_a_waiting_document(run: Run, session: ChatSession, tmp_path: Path) -> None:
     run("add", file(tmp_path, "a.txt"))
     list(session.ask("q", 3))
     run("add", file(tmp_path, "b.txt"), file(tmp_path, "c.txt"))
@@ -146,9 +138,7 @@ def test_drop_takes_a_waiting_document_out_at_once(
     assert (session.turn, len(session.documents)) == (1, 1)  # the conversation goes on
 
 
-def test_drop_of_a_read_document_starts_anew_without_it(
-    run: Run, session: ChatSession, tmp_path: Path
-) -> None:
+def test_drop_of_a_read_document(run: Run, session: ChatSession, tmp_path: Path) -> None:
     run("add", file(tmp_path, "a.txt", b"AAA"), file(tmp_path, "b.txt", b"BBB"))
     list(session.ask("q", 3))
     run("add", file(tmp_path, "c.txt", b"CCC"))
@@ -193,8 +183,6 @@ def test_drop_refuses_what_it_cannot_find(
 
 
 # -- /tokens ---------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def bundled() -> ChatSession:
     return minikv.load(device="cpu", budget=64)

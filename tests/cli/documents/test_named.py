@@ -56,6 +56,9 @@ def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
     texts, _ = read(given, Reader(), lambda: b"piped")
     assert [text.name for text in texts] == ["z.txt", None, "1.txt", "2.txt"]
     assert texts[1].text == "piped"
+    # A file whose name is a pattern is that file.
+    tree(tmp_path, "a[1].txt", "a1.txt")
+    assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
 
 
 def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
@@ -73,11 +76,11 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
 
 
 def test_what_is_special_is_skipped_and_hostile_names_are_one_clean_line(tmp_path: Path) -> None:
-    tree(tmp_path, "a\x1b]0;b\nc.txt")
+    tree(tmp_path, "a.txt", "a\x1b]0;b\nc.txt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
     texts, notes = read([str(tmp_path)], Reader())
-    assert [text.name for text in texts] == ["a]0;b c.txt"]
+    assert [text.name for text in texts] == ["a]0;b c.txt", "a.txt"]
     assert notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
     refused("no\\*", read, ["\x1bno*"], Reader())
 
@@ -104,11 +107,6 @@ def test_patterns(
     monkeypatch.setenv("HOME", str(tmp_path))
     for named in (pattern, tmp_path / pattern, f"~/{pattern}"):
         assert names(named) == expected.split()
-
-
-def test_a_file_whose_name_is_a_pattern_is_that_file(tmp_path: Path) -> None:
-    tree(tmp_path, "a[1].txt", "a1.txt")
-    assert names(tmp_path / "a[1].txt") == ["a[1].txt"]
 
 
 ADDRESS = "is an address, and minikv downloads no documents"
@@ -145,9 +143,7 @@ def test_what_means_nothing_is_one_line(
     assert caught.hint.startswith(hint)
 
 
-def test_too_many_files_are_refused_and_not_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_FILES", 3)
     monkeypatch.setattr(sources, "MAX_LOOKED", 5)
     monkeypatch.setattr(sources, "LISTED", 2)
@@ -160,9 +156,7 @@ def test_too_many_files_are_refused_and_not_cut(
             refused(f"means more than {most} files", names, named)
 
 
-def test_the_size_limit_holds_for_a_whole_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_limit_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (documents, sources):
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)
@@ -181,7 +175,7 @@ def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) ->
     assert (stopped.hint, len(seen)) == ("nothing was added", 2)
 
 
-def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path) -> None:
+def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal() -> None:
     main = HERE / "support" / "fake_main.py"
     chat = [sys.executable, str(main), "0", "chat", "-", "--no-save"]
     command = ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat]
@@ -200,8 +194,6 @@ def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal(tmp_path: Path)
 
 
 # -- lines from a pipe -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "lines"),
     [

@@ -23,24 +23,23 @@ def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
 
 
 @pytest.mark.parametrize(
-    ("data", "text"),
+    ("text", "encoding"),
     [
-        (b"plain\r\nlines\n", "plain\r\nlines\n"),
-        ("héllo 世界 🎈".encode(), "héllo 世界 🎈"),
-        (codecs.BOM_UTF8 + b"marked", "marked"),
-        (codecs.BOM_UTF16_LE + "wide é".encode("utf-16-le"), "wide é"),
-        (codecs.BOM_UTF16_BE + "wide é".encode("utf-16-be"), "wide é"),
-        (codecs.BOM_UTF32_LE + "wider".encode("utf-32-le"), "wider"),
-        (b"a NUL \x00 in a long enough text", "a NUL \x00 in a long enough text"),
-        (b"\x1b[31mred\x1b[0m text", "\x1b[31mred\x1b[0m text"),
-        (b"x", "x"),
-        (
-            "<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧".encode(),
-            "<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧",
-        ),
+        ("plain\r\nlines\n", "utf-8"),
+        ("héllo 世界 🎈", "utf-8"),
+        ("marked", "utf-8-sig"),
+        ("wide é", "utf-16-le"),
+        ("wide é", "utf-16-be"),
+        ("wider", "utf-32-le"),
+        ("a NUL \x00 in a long enough text", "utf-8"),
+        ("\x1b[31mred\x1b[0m text", "utf-8"),
+        ("x", "utf-8"),
+        ("<|eot_id|>[INST][bold]x[/bold]🎈👩‍👩‍👧", "utf-8"),
     ],
 )
-def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
+def test_text_is_read_as_it_is(tmp_path: Path, text: str, encoding: str) -> None:
+    mark = "\ufeff" if encoding[-3:] in ("-le", "-be") else ""
+    data = f"{mark}{text}".encode(encoding)
     found = read_file(write(tmp_path, data))
     assert (found.text, found.name, found.note) == (text, "d.txt", "")
     assert found.facts == f"{len(text)} characters"
@@ -64,12 +63,8 @@ def test_text_is_read_as_it_is(tmp_path: Path, data: bytes, text: str) -> None:
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d\nsize 2\n", "Git LFS pointer"),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_the_reason(
-    tmp_path: Path, data: bytes, match: str
-) -> None:
-    error = refused(match, read_file, write(tmp_path, data))
-    assert error.exit_code == 2
-    assert "\n" not in str(error)
+def test_what_cannot_be_read_is_refused(tmp_path: Path, data: bytes, match: str) -> None:
+    assert refused(match, read_file, write(tmp_path, data)).exit_code == 2
 
 
 def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
@@ -77,6 +72,12 @@ def test_missing_directory_device_and_unreadable(tmp_path: Path) -> None:
     refused("is a directory", read_file, str(tmp_path))
     refused("not a regular file", read_file, "/dev/zero")
     refused("cannot read", read_file, "nul\x00byte")
+    # A hostile file name is one clean line.
+    found = read_file(write(tmp_path, b"text", "a\x1b]0;b\nc\u202ed.txt"))
+    assert found.name == "a]0;b cd.txt"
+    with pytest.raises(UsageError) as caught:
+        read_file(str(tmp_path / "no\x1bsuch\nfile"))
+    assert "\x1b" not in str(caught.value)
 
 
 def piped(path: Path, *pieces: bytes) -> threading.Thread:
@@ -87,44 +88,26 @@ def piped(path: Path, *pieces: bytes) -> threading.Thread:
             for piece in pieces:
                 pipe.write(piece)
 
+    os.mkfifo(path)
     thread = threading.Thread(target=write_all, daemon=True)
     thread.start()
     return thread
 
 
-def test_a_named_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+def test_a_pipe_is_read_to_its_end(tmp_path: Path) -> None:
+    """That of a shell's command has no name; one that nobody writes to can be stopped."""
     pipe = tmp_path / "pipe.txt"
-    os.mkfifo(pipe)
     writer = piped(pipe, b"first ", b"x" * 200_000, b" last")
     found = read_file(str(pipe))
     writer.join(60)
     assert (found.text, found.name) == ("first " + "x" * 200_000 + " last", "pipe.txt")
-
-
-def test_the_pipe_of_a_shells_command_has_no_name(tmp_path: Path) -> None:
+    looks = iter([False, False, True])
+    refused("stopped reading", read_file, str(pipe), stopped=looks.__next__, error=Interrupted)
     reading, writing = os.pipe()
     os.write(writing, b"from a command")
     os.close(writing)
     assert read_file(f"/dev/fd/{reading}") == Text("from a command", None, facts="14 characters")
     os.close(reading)
-
-
-def test_a_pipe_that_nobody_writes_to_can_be_stopped(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    looks = iter([False, False, True])
-    with pytest.raises(Interrupted, match="stopped reading"):
-        read_file(str(pipe), stopped=lambda: next(looks))
-
-
-def test_a_pipe_without_an_end_is_cut_at_the_size_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(documents, "MAX_BYTES", 10)
-    os.mkfifo(tmp_path / "pipe")
-    writer = piped(tmp_path / "pipe", b"0123456789a")
-    refused(r"pipe is larger than", read_file, str(tmp_path / "pipe"))
-    writer.join(60)
 
 
 @pytest.mark.parametrize(
@@ -145,30 +128,18 @@ def test_a_sample_tells_binary_from_text(data: bytes, binary: bool) -> None:
     assert documents.is_binary(data) is binary
 
 
-def test_the_size_limit_holds_for_files_and_pipes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_limit_of_files_and_pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused("standard input is a PDF, not text", decode, b"%PDF-1.7 ...", "standard input")
     monkeypatch.setattr(documents, "MAX_BYTES", 10)
     assert read_file(write(tmp_path, b"0123456789")).text == "0123456789"
     refused(r"d\.txt is larger than", read_file, write(tmp_path, b"0123456789a"))
     refused("standard input is larger than", decode, b"0123456789a", "standard input")
-
-
-def test_a_message_that_is_a_pdf_is_refused() -> None:
-    refused("standard input is a PDF, not text", decode, b"%PDF-1.7 ...", "standard input")
-
-
-def test_a_hostile_file_name_is_one_clean_line(tmp_path: Path) -> None:
-    found = read_file(write(tmp_path, b"text", "a\x1b]0;b\nc\u202ed.txt"))
-    assert found.name == "a]0;b cd.txt"
-    with pytest.raises(UsageError) as caught:
-        read_file(str(tmp_path / "no\x1bsuch\nfile"))
-    assert "\x1b" not in str(caught.value)
+    writer = piped(tmp_path / "pipe", b"0123456789a")  # one without an end is cut there
+    refused(r"pipe is larger than", read_file, str(tmp_path / "pipe"))
+    writer.join(60)
 
 
 # -- the files that documents were read from -------------------------------------------------
-
-
 def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one two")
@@ -181,17 +152,14 @@ def test_a_document_knows_the_file_that_it_was_read_from(tmp_path: Path) -> None
     os.utime(path, (1, 1))
     assert changes([document]) == []  # touched, with the same bytes
     path.write_text("one six")
-    assert changes([document]) == [
-        "a.txt was changed since it was read; this chat keeps the text as it was"
-    ]
+    changed = "a.txt was changed since it was read; this chat keeps the text as it was"
+    assert changes([document]) == [changed]
     path.unlink()
     path.mkdir()
     assert "can no longer be read" in changes([document])[0]
     path.rmdir()
     assert "is no longer there" in changes([document])[0]
-
-
-def test_what_is_no_file_has_no_source(tmp_path: Path) -> None:
+    # What is no file has no source.
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path, tmp_path / "nosuch", Path("/dev/null")):
         assert source_of(str(path)) is None

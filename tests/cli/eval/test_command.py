@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusals import refused
-from typer.testing import CliRunner
+from typed import invoke
+from typer.testing import Result
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
@@ -18,13 +20,12 @@ from minikv.cli.eval import command, passes, tasks
 from minikv.cli.eval.items import Item
 from minikv.cli.eval.passes import PASSES
 from minikv.cli.eval.tasks import CHATS
-from minikv.cli.main import app
 from minikv.cli.measure import choices
 from minikv.errors import ContextError
 
 
-def evaluate(arguments: str, *more: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["eval", *arguments.split(), *map(str, more)])
+def evaluate(arguments: str, *more: object, code: int = 0) -> Result:
+    result = invoke("eval", *arguments.split(), *map(str, more))
     assert result.exit_code == code, result.stderr
     return result
 
@@ -42,8 +43,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     result = evaluate(flags, ",".join(tasks), "--json", out)
     written = json.loads(out.read_text())
     cells = written["cells"]
-    assert [c["policy"] for c in cells[:3]] == ["full", "adakv", "kvcrush(h2o)"]
-    assert len(cells) == 5 * 3
+    policies = ["full", "adakv", "kvcrush(h2o)"]
+    assert [c["policy"] for c in cells] == policies * 5
     by = {(c["task"], c["policy"]): c for c in cells}
     assert by["agree", "full"]["score"] == 1.0
     assert by["kl", "full"]["score"] == 0.0 < by["kl", "adakv"]["score"]
@@ -95,9 +96,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments(arguments: str, says: str) -> None:
-    result = evaluate(arguments, code=2)
-    assert says in result.stderr
-    assert len(result.stderr.splitlines()) <= 3
+    said = evaluate(arguments, code=2).stderr
+    assert (says in said, len(said.splitlines()) <= 3) == (True, True), said
 
 
 def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
@@ -112,9 +112,7 @@ def test_a_decode_policy_beside_the_full_cache_is_measured() -> None:
     assert held[1] < 0.8 * held[0]
 
 
-def test_a_share_too_small_for_a_document_ends_the_run_with_what_was_measured(
-    tmp_path: Path,
-) -> None:
+def test_a_share_too_small_for_a_document_ends_the_run(tmp_path: Path) -> None:
     """5 % of the longer documents would do."""
     out = tmp_path / "out.json"
     flags = "--tasks needle --length 1000,400 -n 1 --policy adakv --budget 5% --json"
@@ -123,9 +121,7 @@ def test_a_share_too_small_for_a_document_ends_the_run_with_what_was_measured(
     assert [c["n"] for c in json.loads(out.read_text())["cells"]] == [5, 5]
 
 
-def test_what_was_measured_is_kept_when_a_run_is_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_keeps_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ctrl-C in the second policy of the third document: two documents, of every policy."""
     out, asked, ask = tmp_path / "out.json", 0, passes.answers
 
@@ -211,9 +207,7 @@ def records(path: Path, *words: int) -> Path:
     return path
 
 
-def test_a_record_that_is_too_long_does_not_end_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_record_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is skipped and counted, on the terminal and in JSON, also where that turns out while it is
     measured: a policy that reads twice may need more positions than a prompt and its answer."""
     ask = passes.answers
@@ -239,47 +233,23 @@ def test_a_record_that_is_too_long_does_not_end_a_run(
 
 
 # -- what is measured, and what is refused before anything is --------------------------------
-
-
 def test_every_policy_with_every_decode_policy() -> None:
     wanted = choices("adakv,full,snapkv", "64,20%", "none,roco")
-    assert [(c.policy, c.decode, str(c.budget)) for c in wanted[1:]] == [
-        (p, d, b)
-        for p, d in (
-            ("adakv", "none"),
-            ("adakv", "roco"),
-            ("full", "roco"),
-            ("snapkv", "none"),
-            ("snapkv", "roco"),
-        )
-        for b in ("64", "20%")
-    ]
+    pairs = "adakv/none adakv/roco full/roco snapkv/none snapkv/roco".split()
+    found = [(f"{c.policy}/{c.decode}", str(c.budget)) for c in wanted[1:]]
+    assert found == [*product(pairs, ("64", "20%"))]
     for plain in ("auto", "none"):
         assert len(choices("full", "64", plain)) == 1
     assert len(choices("full,roco", "64", "auto", 0, 32)) == 2
-    strided = choices("roco,tova", "64", "auto", 0, 32)
-    assert [(c.policy, c.decode, c.stride) for c in strided[1:]] == [
-        ("roco", "roco", 32),
-        ("tova", "tova", 32),
+    strided = choices("roco,tova", "64", "auto", 0, 32)[1:]
+    assert [(c.policy, c.decode, c.stride) for c in strided] == [
+        (p, p, 32) for p in ("roco", "tova")
     ]
-    refused(
-        r"^roco has no option 'windov'",
-        EvictionConfig.read,
-        "roco",
-        stride=32,
-        options={"windov": 3},
-    )
+    wrong: dict[str, Any] = {"stride": 32, "options": {"windov": 3}}
+    refused(r"^roco has no option 'windov'", EvictionConfig.read, "roco", **wrong)
     few = choices("snapkv,l2", "64", "none", 0, 0, {"window": "16"})
     assert few[1].policy_options["window"] == 16
     assert "window" not in few[2].policy_options
-
-
-def test_bytes_too_few_are_refused_before_anything_is_measured() -> None:
-    chat = minikv.load(policy="full")
-    item = Item("word " * 90, ("What?",), (("word",),))
-    few = EvictionConfig.read("adakv", budget="1KiB")
-    one = command.Run(chat, ["facts"], [item], [*full(), few])
-    refused("budget 1KiB, which is", one.check)
 
 
 def full() -> list[EvictionConfig]:
@@ -297,37 +267,27 @@ def test_nothing_is_cut_to_fit(task: str) -> None:
     long = Item("word " * 9000, ("What?",), (("word",),), source="x.jsonl, line 7")
     fits = Item("word " * 90, ("What?",), (("word",),))
     one = command.Run(chat, [task], [fits, long], full())
-    with pytest.raises(ContextError) as refused:
-        one.check()
-    assert str(refused.value).startswith("x.jsonl, line 7: needs ")
-    assert "8,192 positions" in str(refused.value)
+    refused("^x.jsonl, line 7: needs .*8,192 positions", one.check, error=ContextError)
     if task != "ppl":  # where a long document takes long
-        with pytest.raises(ContextError):
-            one.measure(never)
+        refused("", one.measure, never, error=ContextError)
         assert one.completed == 1
-    unnamed = replace(long, source="")
-    with pytest.raises(ContextError, match="mine, document 1: needs"):
-        command.Run(chat, [task], [unnamed], full(), name="mine").check()
+    mine = command.Run(chat, [task], [replace(long, source="")], full(), name="mine")
+    refused("mine, document 1: needs", mine.check, error=ContextError)
 
 
 def test_every_answer_must_have_room() -> None:
     """The check counts what a chat feeds, at least, whatever its answers are."""
     chat = minikv.load(policy="full")
-    item = Item(
-        "The town of Velmora has a mayor.",
-        ("Who?", "What is it?", "Where?"),
-        (("a",),) * 3,
-        max_tokens=8,
-    )
+    questions = ("Who?", "What is it?", "Where?")
+    item = Item("The town of Velmora has a mayor.", questions, (("a",),) * 3, max_tokens=8)
     one = command.Run(chat, ["followup"], [item], full())
     lengths: list[int] = []
     reset = chat.reset
     chat.reset = lambda **_: (lengths.append(len(chat.fed)), reset())[1]  # type: ignore
     one.measure(never)
     chat.max_context = max(lengths) - 1
-    with pytest.raises(ContextError) as refused:
-        one.check()
-    needed = int(str(refused.value).split("needs ")[1].split()[0])
+    error = refused("", one.check, error=ContextError)
+    needed = int(str(error).split("needs ")[1].split()[0])
     assert max(lengths) <= needed <= max(lengths) + 3 * 8
     chat.max_context = needed
     one.check()
@@ -358,19 +318,11 @@ def test_every_reuse_beside_the_full_cache() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(passes.PASSES, "answers", replace(passes.PASSES["answers"], run=seen))
         one.measure(never)
-    assert found[:5] == found[5:]
-    assert found[:5] == [
-        ["once", "once", "once"],
-        ["once", "once", "once"],
-        ["once", "refresh", "refresh"],
-        ["blind", "once", "once"],
-        ["once", "recall", "recall"],
-    ]
+    each = [["once"] * 3] * 2 + [["once", "refresh", "refresh"], ["blind", "once", "once"]]
+    assert found == [*each, ["once", "recall", "recall"]] * 2
     cells = one.cells()
-    assert [(c.policy, c.reuse) for c in cells] == [
-        ("full", "once"),
-        *(("adakv", reuse) for reuse in command.REUSES),
-    ]
+    mine = [("adakv", reuse) for reuse in command.REUSES]
+    assert [(c.policy, c.reuse) for c in cells] == [("full", "once"), *mine]
     by = {c.reuse: c for c in cells[1:]}
     assert by["recall"].answers == by["refresh"].answers
     assert by["recall"].by_group[0] == by["once"].by_group[0]
@@ -398,23 +350,23 @@ def test_without_questions_nothing_is_measured_twice() -> None:
     wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
     one = command.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
     one.measure(never)
-    assert [(c.task, c.policy, c.reuse) for c in one.cells()] == [
-        ("facts", "full", "once"),
-        ("facts", "adakv", "recall"),
-        ("facts", "adakv", "once"),
-        ("ppl", "full", "once"),
-        ("ppl", "adakv", "recall"),
-    ]
+    cells = [f"{c.task} {c.policy} {c.reuse}" for c in one.cells()]
+    facts = ["facts full once", "facts adakv recall", "facts adakv once"]
+    assert cells == [*facts, "ppl full once", "ppl adakv recall"]
 
 
-def test_a_policy_that_cannot_recall_is_refused_before_anything_is_measured() -> None:
+def test_what_cannot_be_is_refused_before_anything_is_measured() -> None:
+    """A policy that cannot recall, and too few bytes."""
     chat = minikv.load(policy="full")
     strided = [*full(), EvictionConfig.read("roco", budget="64", stride=32)]
-    refused(
-        "--reuse recall is not possible: with a stride",
-        command.Run(chat, ["followup"], [CHAT], strided, ["recall"]).check,
+    recalls, once = (
+        command.Run(chat, ["followup"], [CHAT], strided, [reuse]) for reuse in ("recall", "once")
     )
-    command.Run(chat, ["followup"], [CHAT], strided, ["once"]).check()
+    refused("--reuse recall is not possible: with a stride", recalls.check)
+    once.check()
+    few = [*full(), EvictionConfig.read("adakv", budget="1KiB")]
+    item = Item("word " * 90, ("What?",), (("word",),))
+    refused("budget 1KiB, which is", command.Run(chat, ["facts"], [item], few).check)
 
 
 @pytest.fixture(scope="module")
@@ -452,9 +404,7 @@ def test_questions_that_are_asked_apart_are_each_the_first(about: Item) -> None:
 @pytest.mark.parametrize(
     ("policy", "reuse"), [("snapkv", "once"), ("global-span", "blind"), ("kvzip", "blind")]
 )
-def test_what_several_budgets_and_questions_share_is_as_if_each_had_been_alone(
-    policy: str, reuse: str, about: Item
-) -> None:
+def test_what_is_shared_is_as_if_each_was_alone(policy: str, reuse: str, about: Item) -> None:
     """KL beside the full cache, also under a policy that reads twice, without `Rereading` and after
     answers to the same prompts."""
     chat = minikv.load(policy="full")

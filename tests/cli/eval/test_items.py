@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import cast
 
@@ -14,7 +15,6 @@ import minikv
 from minikv.chat.transcript import Message
 from minikv.cli.eval import items, passes
 from minikv.cli.eval.items import read_items
-from minikv.errors import UsageError
 from minikv.models.tokenizer import Tokenizer
 
 GOOD = {"input": "A key is 17.\nWhat is the key?", "outputs": ["17"]}
@@ -54,9 +54,7 @@ def written(path: Path, *lines: str) -> Path:
 )
 def test_a_wrong_record_is_named_by_its_line(tmp_path: Path, line: str, says: str) -> None:
     path = written(tmp_path / "vt.jsonl", record(), line)
-    with pytest.raises(UsageError) as refused:
-        list(read_items(path))
-    assert str(refused.value).startswith(f"{path}, {says}")
+    refused(f"^{re.escape(f'{path}, {says}')}", list, read_items(path))
 
 
 @pytest.mark.parametrize(
@@ -67,6 +65,14 @@ def test_a_file_that_has_no_records(tmp_path: Path, data: bytes, says: str) -> N
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
     refused(says, list, read_items(path))
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A device would be read until there is no memory, a pipe waited for without end."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
+        refused("not a regular file", list, read_items(path))
+    refused("missing", list, read_items(tmp_path / "none.jsonl"))
 
 
 def test_only_a_line_feed_ends_a_record(tmp_path: Path) -> None:
@@ -80,38 +86,31 @@ def test_only_a_line_feed_ends_a_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "metric", "tokens"),
+    ("names", "metric", "tokens"),
     [
-        ("niah_multikey_3.jsonl", items.contains, 128),
-        ("my_qa_runs/niah_single_1.jsonl", items.contains, 128),
+        ("niah_multikey_3.jsonl my_qa_runs/niah_single_1.jsonl", items.contains, 128),
         ("RULER.vt.8k.json", items.contains, 30),
         ("cwe/test.jsonl", items.contains, 120),
         ("qa_2/fwe/validation.jsonl", items.contains, 50),
-        ("ruler_qa_1.jsonl", items.contains_any, 32),
-        ("ruler-QA-2.jsonl", items.contains_any, 32),
-        ("qa_2/validation.jsonl", items.contains_any, 32),
+        ("ruler_qa_1.jsonl ruler-QA-2.jsonl qa_2/validation.jsonl", items.contains_any, 32),
         # Others: all answers are wanted, in up to 128 tokens.
-        ("squad_qa.jsonl", items.contains, 128),
-        ("acwe.jsonl", items.contains, 128),
-        ("qa_1/data.jsonl", items.contains, 128),
-        ("vt_and_qa_1.jsonl", items.contains, 128),
+        ("squad_qa.jsonl acwe.jsonl qa_1/data.jsonl vt_and_qa_1.jsonl", items.contains, 128),
     ],
 )
 def test_a_ruler_task_is_told_by_its_name(
-    tmp_path: Path, name: str, metric: items.Metric, tokens: int
+    tmp_path: Path, names: str, metric: items.Metric, tokens: int
 ) -> None:
-    (item,) = read_items(written(tmp_path / name, record()))
-    assert (item.metric, item.max_tokens) == (metric, tokens)
+    for name in names.split():
+        (item,) = read_items(written(tmp_path / name, record()))
+        assert (item.metric, item.max_tokens) == (metric, tokens), name
+
+
+WHO = "Question: Who?"
 
 
 @pytest.mark.parametrize(
     ("asked", "prefix"),
-    [
-        ("Question: Who?", None),
-        ("Question: Who?", ""),
-        ("Question: Who?", " Answer: they are: "),
-        ("Question: Who?\n", "Answer:"),
-    ],
+    [(WHO, None), (WHO, ""), (WHO, " Answer: they are: "), (f"{WHO}\n", "Answer:")],
 )
 def test_a_prompt_is_fed_to_the_letter(tmp_path: Path, asked: str, prefix: str | None) -> None:
     """Without a header in front, in the user's turn; how the answer begins opens the model's."""
@@ -130,17 +129,7 @@ def test_a_prompt_is_fed_to_the_letter(tmp_path: Path, asked: str, prefix: str |
     assert chat.template.opening([Message("user", prompt)]) == before, "the chat's own is back"
 
 
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """A device would be read until there is no memory, a pipe waited for without end."""
-    os.mkfifo(tmp_path / "pipe")
-    for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
-        refused("not a regular file", list, read_items(path))
-    refused("missing", list, read_items(tmp_path / "none.jsonl"))
-
-
 # -- scores ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("metric", "answer", "right", "score"),
     [
@@ -158,43 +147,31 @@ def test_metrics(metric: items.Metric, answer: str, right: list[str], score: flo
     assert metric(answer, right) == pytest.approx(score)
 
 
+WHITE = "The favourite colour of Tarin Velvin is **white**."
+ISH = "A whitewash, and it is white-ish. White"
+
+
 @pytest.mark.parametrize(
-    ("answer", "right", "score"),
+    ("right", "found", "not_found"),
     [
-        ("White.", ["white"], 1.0),
-        ("The favourite colour of Tarin Velvin is **white**.", ["white"], 1.0),
-        ("whitewash", ["white"], 0.0),
-        ("offwhite", ["white"], 0.0),
-        ("off-white", ["white"], 0.0),
-        ("white-washed", ["white"], 0.0),
-        ("A whitewash, and it is white-ish. White", ["white"], 1.0),
-        ("It is white - or was", ["white"], 1.0),
-        ("_white_", ["white"], 1.0),
-        ("'white'", ["white."], 1.0),
-        ("The mayor is Tarin\nVelvin, it says.", ["Tarin Velvin"], 1.0),
-        ("Velvin, Tarin", ["Tarin Velvin"], 0.0),
-        ("Tarin's", ["Tarin"], 1.0),
-        ("blue", ["red", "blue"], 1.0),
-        ("117", ["17"], 0.0),
-        ("It is 17.", ["17"], 1.0),
-        ("17,5 or 3.17 or 12:17", ["17"], 0.0),
-        ("1,17,5", ["17"], 0.0),
-        ("12, 17, 5", ["17"], 1.0),
-        ("Answer:17", ["17"], 1.0),
+        ("white", ["White.", WHITE, ISH, "It is white - or was", "_white_"], ["", " \n"]),
+        ("white", [], ["whitewash", "offwhite", "off-white", "white-washed"]),
+        ("white.", ["'white'"], []),
+        ("Tarin Velvin", ["The mayor is Tarin\nVelvin, it says."], ["Velvin, Tarin"]),
+        ("Tarin", ["Tarin's"], []),
+        ("red|blue", ["blue"], []),
+        ("17", ["It is 17.", "12, 17, 5", "Answer:17", "\uff11\uff17"], ["117", "1,17,5"]),
+        ("17", [], ["17,5 or 3.17 or 12:17"]),
         # Case and form: sharp s, a composed and a decomposed e, full width, a mark of its own.
-        ("Es ist die STRASSE.", ["Straße"], 1.0),
-        ("un cafe\u0301.", ["CAF\u00c9"], 1.0),
-        ("un cafe\u0301", ["cafe"], 0.0),
-        ("x\u0301", ["x"], 0.0),
-        ("\uff11\uff17", ["17"], 1.0),
-        ("“Велград”, сказал он", ["велград"], 1.0),
-        ("Велградский", ["велград"], 0.0),
-        ("", ["white"], 0.0),
-        (" \n", ["white"], 0.0),
-        ("white", [""], 0.0),
-        ("It is ...", ["..."], 0.0),
-        ("", [""], 0.0),
+        ("Straße", ["Es ist die STRASSE."], []),
+        ("CAF\u00c9", ["un cafe\u0301."], []),
+        ("cafe", [], ["un cafe\u0301"]),
+        ("x", [], ["x\u0301"]),
+        ("велград", ["“Велград”, сказал он"], ["Велградский"]),
+        ("", [], ["white", ""]),
+        ("...", [], ["It is ..."]),
     ],
 )
-def test_a_value_is_found_as_whole_words(answer: str, right: list[str], score: float) -> None:
-    assert items.contains_words(answer, right) == score
+def test_a_value_is_whole_words(right: str, found: list[str], not_found: list[str]) -> None:
+    for answer in found + not_found:
+        assert items.contains_words(answer, right.split("|")) == (answer in found), answer

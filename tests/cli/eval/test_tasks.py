@@ -52,19 +52,14 @@ def test_the_bundled_model_is_asked_as_it_always_was() -> None:
         assert new.questions == tuple(f"{q} Answer with the value alone." for q in old.questions)
         assert (new.right, new.groups) == (old.right, old.groups)
     assert {(i.metric, i.max_tokens) for i in others} == {(contains_words, 48)}
-
-
-def test_only_the_bundled_model_is_asked_for_long_answers_alone() -> None:
-    """Words of one token are most of what another tokenizer could be asked for."""
+    # Words of one token are most of what another tokenizer could be asked for.
     long = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5)]
     every = [i.right[0][0] for i in tasks.facts(Blanks(), 1000, 12, 5, TOLD)]
     assert all(" " in answer for answer in long)
     assert sum(" " not in answer for answer in every) > 6
 
 
-def test_the_bundled_model_is_known_by_its_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bundled_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(BUNDLED)
     (tmp_path / "bundled").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -95,10 +90,7 @@ def test_needles_lie_where_they_should(hay: tasks.Haystack | None) -> None:
         assert abs(item.document.index(answer) / len(item.document) - depth) < 0.12
         assert item.document.count(answer) == 1 or len(answer) < 4
         assert hay is None or item.questions[0].startswith("Where is the key?")
-
-
-def test_needles_are_drawn_for_each_length() -> None:
-    """1000 apart in length, and one apart in number, were the same once."""
+    # 1000 apart in length, and one apart in number, were the same once.
     assert len({i.right for i in tasks.needle(Bytes(), [1000, 2000], 2, 5, depths=(0.5,))}) == 4
 
 
@@ -130,8 +122,7 @@ def test_a_task_has_as_many_questions_as_its_row_says(name: str) -> None:
     assert len(list(task.items(Blanks(), task.least, 1, 5))) == 1, "the shortest document"
     items = list(task.items(Blanks(), task.least + 100, task.questions + 1, 5))
     assert len(items) == 2
-    for item in items:
-        # The shortest document of followup has fewer facts than questions.
+    for item in items:  # the shortest document of followup has fewer facts than questions
         assert len(item.questions) == len(item.right) <= task.questions
         assert len(item.questions) == task.questions or name == "followup"
         assert all(item.metric(right[0], right) == 1.0 for right in item.right)
@@ -151,7 +142,6 @@ def test_long_answers_are_of_every_kind_in_turn() -> None:
 
 
 # -- a user's own text ---------------------------------------------------------------------
-
 HAY = tasks.Haystack(TEXT)
 
 
@@ -184,6 +174,8 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
         for fact in re.findall(r" The (?:access|secret|head|meeting)[^.]*\.", rest):
             rest = rest.replace(fact, "")
         assert rest in TEXT
+    made = [tasks.made_facts(random.Random(seed)) for seed in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
     one = list(tasks.facts(Blanks(), 400, 20, 5, TOLD, 1, HAY))
     assert {i.groups for i in one} == {("code",), ("word",), ("name",), ("place",)}
     assert {len(i.questions) for i in one} == {1}
@@ -192,8 +184,3 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
 @pytest.mark.parametrize("text", ["", "a | b", "a | b |", "a | b | c | d"])
 def test_a_needle_has_three_parts(text: str) -> None:
     refused("cannot read the needle", tasks.given_fact, text)
-
-
-def test_made_facts_are_as_the_seed_says() -> None:
-    made = [tasks.made_facts(random.Random(seed)) for seed in (1, 1, 2)]
-    assert made[0] == made[1] != made[2]

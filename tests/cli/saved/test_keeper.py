@@ -73,6 +73,10 @@ def saved(session: ChatSession, name: str = "one") -> Keeper:
     return one
 
 
+def questions(chat: Any) -> list[str]:
+    return [turn.question for turn in chat.turns]
+
+
 def take_up(session: ChatSession, name: str = "one", **given: Any) -> Saved:
     """As a process that ends right after."""
     one = keeper()
@@ -95,17 +99,15 @@ def state(session: ChatSession) -> list[object]:
     ("policy", "budget"), [("adakv", 48), ("streaming", "20%"), ("full", 512), ("h2o", "48KiB")]
 )
 def test_a_chat_goes_on_as_if_it_had_never_been_closed(policy: str, budget: int | str) -> None:
-    session = talked(policy=policy, budget=budget)
+    session, fresh = talked(policy=policy, budget=budget), chat("adakv", 40, seed=9)
     saved(session).close()
     before = state(session)
-    want = say(session, "And now?"), say(session, "Then?"), held_of(session)
-    fresh = chat("adakv", 40, seed=9)
     say(fresh, "something else first")
     take_up(fresh)
     assert state(fresh) == before
-    assert fresh.report == fresh.turns[-1].report
-    assert fresh.system == "be brief"
-    assert (say(fresh, "And now?"), say(fresh, "Then?"), held_of(fresh)) == want
+    assert (fresh.report, fresh.system) == (fresh.turns[-1].report, "be brief")
+    one, two = ((say(s, "And now?"), say(s, "Then?"), held_of(s)) for s in (session, fresh))
+    assert one == two
 
 
 def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
@@ -124,8 +126,8 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     assert path.stat().st_mtime_ns == first
     say(session, "Why?")
     one.keep(session)
-    assert sorted(os.listdir(path.parent)) == ["chat.db", "lock"]
-    assert len(read(str(one.name)).turns) == 2
+    names = sorted(os.listdir(path.parent))
+    assert (names, len(read(str(one.name)).turns)) == (["chat.db", "lock"], 2)
     session.undo(2)
     one.keep(session)
     left = read(str(one.name))
@@ -133,8 +135,8 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     session.reset()
     say(session, "Another conversation")
     one.keep(session)
-    assert os.listdir(home) == [one.name]  # not the chat without a turn
-    assert len(read(str(one.name)).turns) == 1
+    # Not the chat without a turn.
+    assert (os.listdir(home), len(read(str(one.name)).turns)) == ([one.name], 1)
     session.undo()
     one.keep(session)
     one.close()
@@ -162,7 +164,7 @@ def test_a_chat_of_an_earlier_version_opens(home: Path) -> None:
     refused('queryspan is gone: `policy="global-span"`', take_up, chat(), "old")
     fresh = chat("adakv", 40)
     take_up(fresh, "old", given={"policy"}, reread=True)
-    assert [turn.question for turn in fresh.turns] == [turn.question for turn in session.turns]
+    assert questions(fresh) == questions(session)
 
 
 def test_a_chat_opens_that_was_left_after_an_undo() -> None:
@@ -230,9 +232,7 @@ def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
     refused("is open in another minikv", take_up, fresh)
 
 
-def test_a_file_that_was_removed_or_exchanged_is_noticed(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_removed_or_exchanged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A removed one is written again. What another process saved stays."""
     session, fresh, other = talked(), chat(), keeper()
     one, path = saved(session), home / "one" / "chat.db"
@@ -253,7 +253,7 @@ def test_a_file_that_was_removed_or_exchanged_is_noticed(
     one.keep(session)
     assert "this chat is not saved: another minikv has saved" in capsys.readouterr().err
     one.save(session, "two", fork=True)
-    assert [read(name).turns[-1].question for name in ("one", "two")] == ["There?", "Here?"]
+    assert [questions(read(name))[-1] for name in ("one", "two")] == ["There?", "Here?"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
@@ -277,8 +277,6 @@ def test_a_file_system_that_cannot_lock_is_said_once(
 
 
 # -- refused ------------------------------------------------------------------------------
-
-
 def model(home: Path, folder: str = "a", weights: bytes = b"weights", **texts: str) -> Facts:
     """Of a model there. texts: of its config and its tokenizer."""
     path = home / folder
@@ -317,7 +315,7 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
     assert "--reread" in error.hint
     assert state(fresh) == before
     take_up(fresh, reread=True)  # which works with any model
-    assert [turn.question for turn in fresh.turns] == ["Who owns\nthe mill?", "Why?"]
+    assert questions(fresh) == ["Who owns\nthe mill?", "Why?"]
 
 
 def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path) -> None:
@@ -328,17 +326,16 @@ def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("given", "stated", "then"),
+    ("stated", "more"),
     [
-        ("policy", {"policy": "snapkv"}, {"policy": "snapkv"}),
-        ("decode", {"decode": "tova"}, {"policy": "adakv", "decode": "tova"}),
-        ("budget", {"budget": 64}, {"policy": "adakv", "budget": 64}),
-        ("options", {"options": {"window": 16}}, {"options": {"window": 16}}),
+        ({"policy": "snapkv"}, {}),
+        ({"decode": "tova"}, {"policy": "adakv"}),
+        ({"budget": 64}, {"policy": "adakv"}),
+        ({"options": {"window": 16}}, {}),
     ],
+    ids=str,
 )
-def test_what_the_user_states_is_taken_and_all_is_read_again(
-    given: str, stated: dict[str, Any], then: dict[str, Any]
-) -> None:
+def test_what_the_user_states_is_taken(stated: dict[str, Any], more: dict[str, Any]) -> None:
     """The chat's own policy and budget otherwise, and its cache if they are alike."""
     saved(talked()).close()
     fresh, one = chat(), keeper()
@@ -346,18 +343,17 @@ def test_what_the_user_states_is_taken_and_all_is_read_again(
     one.load(fresh, "one")
     assert (fresh.eviction, bool(fresh.fed)) == (EvictionConfig.read("adakv", budget=48), True)
     fresh.configure(EvictionConfig.read(**stated))
-    one.load(fresh, "one", given={given})
-    assert (fresh.eviction, fresh.fed) == (EvictionConfig.read(**{"budget": 48} | then), [])
+    one.load(fresh, "one", given={*stated})
+    then = EvictionConfig.read(**{"budget": 48} | stated | more)
+    assert (fresh.eviction, fresh.fed) == (then, [])
     say(fresh, "And now?")
     assert fresh.reports[-1].tokens.prompt_reused == 0
     one.save(fresh)
-    one.load(fresh, "one", given={given})
+    one.load(fresh, "one", given={*stated})
     assert fresh.fed
 
 
 # -- damaged, foreign and hostile files -----------------------------------------------------
-
-
 def unchanged_but_for(path: Path, how: str) -> None:
     data = path.read_bytes()
     path.unlink()
@@ -402,8 +398,7 @@ def test_no_changed_bit_changes_a_chat(home: Path) -> None:
     session = talked()
     saved(session).close()
     path, want, met = home / "one" / "chat.db", state(session), Counter[str]()
-    texts = list(session.messages), list(session.documents)
-    whole = path.read_bytes()
+    texts, whole = (list(session.messages), list(session.documents)), path.read_bytes()
     page = int.from_bytes(whole[16:18])
     for at in sorted({*range(0, len(whole), 509), *range(page, len(whole), page)}):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
@@ -495,9 +490,7 @@ EDITS: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("change", "said"), EDITS, ids=[said for _, said in EDITS])
-def test_what_no_chat_has_is_refused_although_the_checksums_fit(
-    home: Path, change: Callable[[Path], None], said: str
-) -> None:
+def test_what_no_chat_has_is_refused(home: Path, change: Callable[[Path], None], said: str) -> None:
     session = talked()
     for name in ("good", "one"):
         saved(session, name).close()
@@ -559,10 +552,7 @@ def test_a_journal_that_names_a_file_does_not_delete_it(home: Path) -> None:
     assert listing()[0].name in ("one", "two")
     assert (home / "precious").read_text() == "precious"
     take_up(chat(), "two")  # the same journal without the name is rolled back
-
-
-def test_what_a_killed_continuation_left_does_not_harm_the_next_ask() -> None:
-    """SQLite would take back that save in the file which the next `ask` put in its place."""
+    # SQLite would roll a killed save back in the file that the next `ask` put in its place.
     keeper().keep_ask(talked())
     killed_while_saving("last-ask")
     session = talked()
@@ -635,14 +625,11 @@ def test_a_cache_that_cannot_be_used_is_no_damage(
 
 
 # -- saves that fail ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("error", [MemoryError, type("PanicException", (BaseException,), {})])
 def test_memory_that_is_short_for_a_save_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: type[BaseException]
 ) -> None:
     """The library of safetensors raises what is no Exception; Ctrl-C is none of it."""
-
     monkeypatch.setattr(safetensors.torch, "save", failing(error()))
     session, one = talked(), keeper()
     one.keep(session)
@@ -653,9 +640,7 @@ def test_memory_that_is_short_for_a_save_is_one_line(
         one.keep(session)
 
 
-def test_a_save_that_fails_warns_once_and_the_chat_goes_on(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_that_fails_warns_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     session, one = talked(), keeper()
     with before(lambda: errno.ENOSPC, "pwrite64"):
         refused("disk is full", one.save, session, "x")
@@ -681,11 +666,8 @@ def test_an_error_of_the_disk_is_not_another_process(calls: tuple[str, ...]) -> 
     one = saved(session)
     for at in (1, 2, 5, 9):
         say(session, "more")
-        count = itertools.count(1)
-        with (
-            before(lambda count=count, at=at: errno.EIO if next(count) >= at else 0, *calls),  # type: ignore[misc]
-            contextlib.suppress(UsageError),
-        ):
+        faults = itertools.chain([0] * (at - 1), itertools.repeat(errno.EIO))
+        with before(faults.__next__, *calls), contextlib.suppress(UsageError):
             one.save(session)
             one.load(session, "one")
         one.save(session)
@@ -800,7 +782,7 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
 
 
 def test_a_chat_that_can_only_be_read_is_opened(
-    home: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = talked()
     saved(session).close()
@@ -812,11 +794,7 @@ def test_a_chat_that_can_only_be_read_is_opened(
         one.keep(fresh)
     assert "this chat is not saved: " in capsys.readouterr().err
     one.close()
-
-
-def test_what_cannot_be_saved_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    # What cannot be saved costs one warning.
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
     session, one = talked(), keeper()
@@ -828,8 +806,6 @@ def test_what_cannot_be_saved_costs_one_warning(
 
 
 # -- settings and processes ---------------------------------------------------------------
-
-
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     session = talked(facts=model(tmp_path), pin_system=True)
     saved(session)
@@ -861,11 +837,7 @@ def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
 
 
 # -- chats of earlier versions ------------------------------------------------------------------
-
-
-def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_earlier_chat_is_written_anew(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is refused stays as it is."""
     saved(talked()).close()
     monkeypatch.setattr(minikv, "__version__", "9.9")
@@ -894,7 +866,7 @@ def test_a_chat_of_an_earlier_version_is_written_anew_and_goes_on(
     (now,) = listing()
     # Of the same time: `--resume` takes the newest.
     assert replace(now, nbytes=entry.nbytes) == entry
-    assert [turn.question for turn in found.turns] == ["Who owns\nthe mill?", "Why?"]
+    assert questions(found) == ["Who owns\nthe mill?", "Why?"]
     texts = [document.text for document in (*found.documents, *found.pending)]
     assert texts == ["A mill stands by the river.", "no name, and an é", "waiting"]
     assert (len(session.fed), session.system, session.seed) == (124, "be brief", 4)

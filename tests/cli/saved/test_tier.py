@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import signal
 import stat
@@ -12,13 +13,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import forked
 import pytest
 import torch
-from refusals import refused
+from refusals import failing, refused
 from small_chat import chat, held_of, say
 from sqlite_calls import edit
+from tiers import MILL, RIVER
 
 from minikv.cache.tier_file import FileRows, Header, is_open, remove
 from minikv.cache.tier_rows import RamRows
@@ -31,10 +34,6 @@ from minikv.cli.saved import transcript
 from minikv.cli.saved.keeper import TIER, Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.terminal import Terminal
-
-MILL = "A mill stands by the river and grinds. " * 8
-RIVER = "The river is slow and brown. " * 8
-
 
 pytestmark = pytest.mark.usefixtures("home")
 OPEN: list[tuple[Keeper, ChatSession]] = []
@@ -54,14 +53,27 @@ def end() -> None:
     OPEN.clear()
 
 
+def begun(kind: str = "file", dtype: str = "same", **given: Any) -> ChatSession:
+    session = chat(reuse="auto", **given)
+    session.recall = Recall(session.engine.kv, kind, dtype)
+    return session
+
+
 def start(
     kind: str = "file", dtype: str = "same", *, save: bool = True, **given: Any
 ) -> tuple[Keeper, ChatSession]:
     """A process, as `minikv chat` begins one."""
-    keeper, session = Keeper(Terminal(), active=save), chat(reuse="auto", **given)
-    session.recall = Recall(session.engine.kv, kind, dtype)
+    keeper, session = Keeper(Terminal(), active=save), begun(kind, dtype, **given)
     keeper.attend(session)
     OPEN.append((keeper, session))
+    return keeper, session
+
+
+def asked(name: str | None = None, **given: Any) -> tuple[Keeper, ChatSession]:
+    """A process whose chat has been asked about the mill."""
+    keeper, session = start(**given)
+    session.attach(MILL, name)
+    say(session, "Who?")
     return keeper, session
 
 
@@ -73,14 +85,16 @@ def resumed(name: str, given: tuple[str, ...] = (), **kept: Any) -> tuple[Keeper
     return keeper, session
 
 
-def talked(kind: str = "file", dtype: str = "same", **given: Any) -> tuple[Keeper, ChatSession]:
-    """A chat of two turns that is saved as "one"."""
-    keeper, session = start(kind, dtype, **given)
-    session.attach(MILL, "mill.txt")
-    say(session, "Who?")
-    keeper.keep(session)
+def river(session: ChatSession) -> None:
     session.attach(RIVER, "river.txt")
     say(session, "Why?")
+
+
+def talked(kind: str = "file", dtype: str = "same", **given: Any) -> tuple[Keeper, ChatSession]:
+    """A chat of two turns that is saved as "one"."""
+    keeper, session = asked("mill.txt", kind=kind, dtype=dtype, **given)
+    keeper.keep(session)
+    river(session)
     keeper.save(session, "one")
     return keeper, session
 
@@ -89,12 +103,12 @@ def unread(session: ChatSession, question: str) -> tuple[str, list[int]]:
     """Ask; all of the documents must come from the tier."""
     found = say(session, question)
     report = session.reports[-1]
-    assert report.reuse == "recall"
-    assert report.tokens.prompt_new < len(MILL) // 2
+    assert (report.reuse, report.tokens.prompt_new < len(MILL) // 2) == ("recall", True)
     return found
 
 
 # -- taken up again ---------------------------------------------------------------------------
+full = failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
 @pytest.mark.parametrize("kind", ["file", "ram"])
@@ -111,14 +125,12 @@ def test_the_next_question_is_a_recall(home: Path, kind: str, dtype: str) -> Non
     assert held_of(again) == twin[2]
 
 
-def talked_on(kind: str, dtype: str, **given: Any) -> tuple[Any, Any, Any]:
+def talked_on(kind: str = "file", dtype: str = "same") -> tuple[Any, Any, Any]:
     """What the chat answers that was never closed."""
-    session = chat(reuse="auto", **given)
-    session.recall = Recall(session.engine.kv, kind, dtype)
+    session = begun(kind, dtype)
     session.attach(MILL, "mill.txt")
     say(session, "Who?")
-    session.attach(RIVER, "river.txt")
-    say(session, "Why?")
+    river(session)
     found = say(session, "And now?"), say(session, "Then?"), held_of(session)
     session.recall.leave()
     return found
@@ -127,23 +139,19 @@ def talked_on(kind: str, dtype: str, **given: Any) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize(
     ("policy", "budget", "given"),
     [
-        ("snapkv", 64, ("policy", "budget")),
-        ("adakv", 96, ("budget",)),
-        ("streaming", 48, ("policy",)),
-        ("adakv", 48, ("kv",)),
+        ("snapkv", 64, "policy budget"),
+        ("adakv", 96, "budget"),
+        ("streaming", 48, "policy"),
+        ("adakv", 48, "kv"),
     ],
 )
-def test_under_another_policy_budget_or_kv(
-    policy: str, budget: int, given: tuple[str, ...]
-) -> None:
+def test_another_policy_budget_or_kv(policy: str, budget: int, given: str) -> None:
     """As a chat that reads all of it under them."""
     talked()
-    facts = Facts(kv="int8" if "kv" in given else "float32")
-    _, again = resumed("one", given, policy=policy, budget=budget, facts=facts)
-    assert again.eviction == EvictionConfig.read(policy, budget=budget)
-    assert again.fed == []
-    plain = chat(policy, budget, reuse="auto")
-    plain.recall = Recall(plain.engine.kv, "ram")
+    facts = Facts(kv="int8" if given == "kv" else "float32")
+    _, again = resumed("one", tuple(given.split()), policy=policy, budget=budget, facts=facts)
+    assert (again.eviction, again.fed) == (EvictionConfig.read(policy, budget=budget), [])
+    plain = begun("ram", policy=policy, budget=budget)
     plain.restore(again.snapshot())
     assert unread(again, "And now?") == say(plain, "And now?")
     assert held_of(again) == held_of(plain)
@@ -169,7 +177,7 @@ def test_without_eviction() -> None:
 def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    twin = talked_on("file", "same")
+    twin = talked_on()
     talked()
     end()
     edit(home / "one" / "chat.db", "cache", lambda row: row.__setitem__(0, row[0][:-100]))
@@ -184,20 +192,17 @@ def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     assert unread(third, "Then?") == twin[1]
 
 
-def test_memory_is_taken_where_it_was_asked_for(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
     """And nothing where no tier or another number format was."""
-    twin = talked_on("file", "same")
+    twin = talked_on()
     talked()
     _, again = resumed("one", kind="ram")
     assert again.recall.place == "ram"
     assert not is_open(home / "one" / TIER)
     assert unread(again, "And now?") == twin[0]
-    _, again = resumed("one", kind="none")
-    assert again.recall.tier is None
-    _, again = resumed("one", ("tier_dtype",), dtype="int8")
-    assert again.recall.tier is None
+    for given in ({"kind": "none"}, {"given": ("tier_dtype",), "dtype": "int8"}):
+        _, again = resumed("one", **given)
+        assert again.recall.tier is None
 
 
 def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> None:
@@ -205,13 +210,11 @@ def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> No
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
         (tmp_path / name / "model.safetensors").write_text(name)
-    keeper, session = start()
-    session.facts = replace(session.facts, model=str(tmp_path / "a"))
-    session.attach(MILL)
-    say(session, "Who?")
+    keeper, session = asked(facts=Facts(model=str(tmp_path / "a")))
     keeper.save(session, "one")
     end()
-    before = (home / "one" / TIER / "rows").read_bytes()
+    rows = home / "one" / TIER / "rows"
+    before = rows.read_bytes()
     keeper, other = start()
     other.facts = replace(other.facts, model=str(tmp_path / "b"))
     refused("does not belong to this run", keeper.load, other, "one")
@@ -220,7 +223,7 @@ def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> No
     say(other, "Why?")
     end()
     assert other.reports[-1].reuse == "refresh"
-    assert (home / "one" / TIER / "rows").read_bytes() == before
+    assert rows.read_bytes() == before
 
 
 def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
@@ -229,11 +232,12 @@ def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
     session.attach(RIVER)
     say(session, "Else?")
     keeper.save(session, "two")
-    before = (home / "two" / TIER / "rows").read_bytes()
+    rows = home / "two" / TIER / "rows"
+    before = rows.read_bytes()
     keeper.load(session, "one")
     unread(session, "And now?")
     keeper.keep(session)
-    assert (home / "two" / TIER / "rows").read_bytes() == before
+    assert rows.read_bytes() == before
     keeper.load(session, "one")  # the one that is open
     assert not session.pending
     unread(session, "Then?")
@@ -242,15 +246,13 @@ def test_a_loaded_chat_leaves_the_file_of_the_one_before(home: Path) -> None:
 
 
 # -- forks --------------------------------------------------------------------------------------
-
-
 def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("kind", ["file", "ram"])
 def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
-    twin = talked_on("file", "same")
+    twin = talked_on()
     keeper, session = talked(kind)
     keeper.save(session, "two", fork=True)
     assert (keeper.name, session.recall.place) == ("two", kind)
@@ -269,14 +271,12 @@ def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
         assert keeper.name == "two"
 
 
-def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    twin = talked_on("file", "same")
+def test_a_fork_that_fails_changes_nothing(home: Path) -> None:
+    twin = talked_on()
     keeper, session = talked()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+    with patch.object(os, "posix_fallocate", full):
         refused(r"cannot be saved.*No space left", keeper.save, session, "two", fork=True)
-    assert keeper.name == "one"
-    assert os.listdir(home) == ["one"]
+    assert (keeper.name, os.listdir(home)) == ("one", ["one"])
     assert unread(session, "And now?") == twin[0]
     keeper.keep(session)
     _, again = resumed("one")
@@ -284,17 +284,12 @@ def test_a_fork_that_fails_changes_nothing(home: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_save_that_fails_at_its_end_leaves_the_tier(
-    home: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
-) -> None:
+def test_a_save_that_fails_at_its_end_leaves_the_tier(home: Path, saved: bool) -> None:
     """What was made of the new chat by then is removed."""
-    keeper, session = start()
-    session.attach(MILL, "mill.txt")
-    say(session, "Who?")
+    keeper, session = asked("mill.txt")
     if saved:
         keeper.save(session, "one")
-    with monkeypatch.context() as patch:
-        patch.setattr(keepers, "renew", full)
+    with patch.object(keepers, "renew", full):
         refused("No space left", keeper.save, session, "two", fork=saved)
     assert not (home / "two").exists()
     for question in ("Why?", "When?", "Where?"):
@@ -304,18 +299,12 @@ def test_a_save_that_fails_at_its_end_leaves_the_tier(
 
 
 # -- what goes wrong ----------------------------------------------------------------------------
-
-
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 @pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "earlier", "gone"])
 def test_a_damaged_part_is_read_again_and_said_in_one_line(
     home: Path, at: float | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Or all of it, where the manifest is damaged or the tier is one file, as it was earlier."""
-    twin = talked_on("file", "same")
+    twin = talked_on()
     talked()
     end()
     path = home / "one" / TIER
@@ -346,13 +335,17 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
         unread(third, "And then?")
 
 
-def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_at_the_beginning(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So is a directory that cannot be written."""
+    (file := home.parents[1] / "file").write_text("")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("MINIKV_HOME", str(file))
+        _, session = start()
+        session.attach(MILL)
+        refused(r"tier=.file.. is not possible", list, session.ask("Who?"))
     keeper, session = start()
     session.attach(MILL)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+    with patch.object(os, "posix_fallocate", full):
         refused(r"tier=.file.. is not possible: .*No space left", list, session.ask("Who?"))
     assert (session.fed, len(session.pending), os.listdir(home)) == ([], 1, [])
     say(session, "Who?")
@@ -361,22 +354,16 @@ def test_a_full_disk_at_the_beginning_is_said_before_anything_is_read(
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwritev"])
-def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
-    monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    keeper, session = start()
-    session.attach(MILL)
-    say(session, "Who?")
+def test_a_disk_that_becomes_full_costs_the_tier(call: str) -> None:
+    keeper, session = asked()
     keeper.keep(session)
     assert session.recall.file is not None
     session.recall.file.sync()
     notes: list[str] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(os, call, full)
+    with patch.object(os, call, full):
         list(session.ask("Why?", 8, 0.7, notice=notes.append))
     assert session.turn == 2
-    assert "the tier can no longer be used: " in notes[0]
-    assert "No space left" in notes[0]
+    assert re.search("the tier can no longer be used: .*No space left", notes[0])
     keeper.keep(session)
     say(session, "And now?")
     assert session.reports[-1].reuse == "refresh"
@@ -386,24 +373,10 @@ def test_a_disk_that_becomes_full_costs_the_tier_and_not_the_turn(
     assert again.reports[-1].reuse == "recall"
 
 
-def test_a_directory_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "file"))
-    _, session = start()
-    session.attach(MILL)
-    refused(r"tier=.file.. is not possible", list, session.ask("Who?"))
-
-
 # -- a chat that is not saved ---------------------------------------------------------------------
-
-
 def test_a_chat_that_is_not_saved_leaves_nothing(home: Path) -> None:
     cache = home.parent / "cache"
-    keeper, session = start(save=False)
-    session.attach(MILL)
-    say(session, "Who?")
+    keeper, session = asked(save=False)
     unread(session, "Why?")
     assert session.recall.place == "file"
     assert os.listdir(cache) == []  # it has no name, so that no crash leaves it there
@@ -426,10 +399,9 @@ def test_a_chat_without_an_answer_leaves_nothing(home: Path) -> None:
 
 def test_what_a_killed_process_left_is_removed(home: Path) -> None:
     home.mkdir(parents=True)
-    left = home / ".tier-0123456789abcdef.kv"
-    FileRows.create(left, Header(1, 1, {"k": (torch.float32, (8,))})).close()
-    used = home / ".tier-fedcba9876543210.kv"
-    other = FileRows.create(used, Header(1, 1, {"k": (torch.float32, (8,))}))
+    header = Header(1, 1, {"k": (torch.float32, (8,))})
+    FileRows.create(home / ".tier-0123456789abcdef.kv", header).close()
+    other = FileRows.create(home / ".tier-fedcba9876543210.kv", header)
     (home / ".tier-mine").write_text("precious")
     talked()
     assert sorted(os.listdir(home)) == [".tier-fedcba9876543210.kv", ".tier-mine", "one"]
@@ -438,27 +410,22 @@ def test_what_a_killed_process_left_is_removed(home: Path) -> None:
 
 def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
     talked()
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:]\n"
-        "import test_tier\n"
-        "keeper, session = test_tier.start()\n"
-        "try: keeper.load(session, 'one')\n"
-        "except Exception as error: print(error)"
-    )
-    assert "is open in another minikv" in forked.run(*PATHS, code=code).out
+    code = f"{_BEGIN}keeper.load(session, 'one')"
+    assert "is open in another minikv" in forked.run(*PATHS, code=code).err
     tier = FileRows.open(home / "one" / TIER, shared=True)
     assert tier.header.identity["dtype"] == "float32"
     tier.close()
 
 
 # -- killed -----------------------------------------------------------------------------------
-
 PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
-_TALKER = """
+_BEGIN = """
 import sys; sys.path[:0] = sys.argv[1:]
 import test_tier
-from small_chat import say
 keeper, session = test_tier.start()
+"""
+_TALKER = f"""{_BEGIN}
+from small_chat import say
 session.attach(test_tier.MILL, "mill.txt")
 say(session, "Who?")
 keeper.save(session, "one")
@@ -468,7 +435,7 @@ for turn in range(10_000):
         session.undo(2)
     if turn % 7 == 5:
         session.attach("Rain falls. " * 5 + str(turn))
-    say(session, f"And {turn}?", 4)
+    say(session, f"And {{turn}}?", 4)
     keeper.keep(session)
     if len(session.fed) > 1500:
         session.undo(len(session.turns) - 1)
@@ -499,15 +466,14 @@ def test_a_killed_chat_is_its_last_complete_turn(
         assert session.turns == list(saved.turns)
         before = list(session.fed)
         given.append(session.recall.tokens)
-        want = chat(reuse="auto")
+        want = begun("ram")
         want.restore(session.snapshot())
-        want.recall = Recall(want.engine.kv, "ram")
         assert say(session, "Last?", 4) == say(want, "Last?", 4)
         assert session.fed[: len(before)] == before
         assert want.reports[-1].reuse == "refresh"
         rows, exact = session.recall.file, want.recall.tier
-        assert rows is not None
-        assert exact is not None
+        assert rows
+        assert exact
         for layer in range(2):
             for name, column in rows.read(layer, rows.rows).items():
                 other = exact.rows.read(layer, rows.rows)[name]
@@ -518,24 +484,17 @@ def test_a_killed_chat_is_its_last_complete_turn(
     assert max(given) > len(MILL)
 
 
-def test_a_tier_for_which_there_is_no_memory_is_done_without(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_tier_without_memory_is_done_without(
+    home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The chat is loaded, says so, and answers as one that reads all of it."""
     talked("ram")
     end()
     keeper, session = start("ram")
-
-    def full(*given: object, **named: object) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(RamRows, "reserve", full)
+    with patch.object(RamRows, "reserve", failing(MemoryError())):
         keeper.load(session, "one")
     assert "the tier cannot be used: out of memory" in capsys.readouterr().err
-    assert keeper.name == "one"
-    assert len(session.turns) == 2
-    assert session.recall.tier is None
+    assert (keeper.name, len(session.turns), session.recall.tier) == ("one", 2, None)
     assert FileRows.open(home / "one" / TIER).rows > 0  # nobody holds it
-    want = talked_on("ram", "same")
+    want = talked_on("ram")
     assert say(session, "And now?") == want[0]

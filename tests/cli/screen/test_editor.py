@@ -12,11 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
+from refusals import failing
 from small_chat import chat
 from terminals import Terminals
 
@@ -303,7 +306,8 @@ def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
         assert {*shown} <= {*items[-1], policy}
     assert items[50 - 20][0] == policy
     assert len(items[-1]) > len(items[0]) == 1
-    opened = chat(policy)  # without its cache, as by `--resume NAME --budget N`
+    session, opened = chat(), chat()  # without its cache, as by `--resume NAME --budget N`
+    list(session.ask("Who?", 4))
     opened.restore(replace(session.snapshot(), held=None))
     assert render.toolbar(opened, 20) == f"{len(session.log.ids):,} of 2,048 tokens"
 
@@ -318,8 +322,6 @@ def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
 
 
 # -- without a terminal ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
@@ -402,41 +404,29 @@ def test_history_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str
     assert other.read_text() == "+secret\n"
 
 
+def app(running: bool, done: bool = False) -> Any:
+    """Of a prompt, as far as a signal ends it."""
+    loop = SimpleNamespace(call_soon_threadsafe=lambda leave: leave())
+    leave = SimpleNamespace(is_running=running, is_done=done, loop=loop if running else None)
+    leave.exit = lambda exception: failing(exception)()
+    return leave
+
+
 @pytest.mark.parametrize("done", [False, True])
 def test_a_signal_ends_the_prompt_also_when_it_has_its_answer(done: bool) -> None:
     """Between Enter and the end of the prompt there is nothing that could be left."""
-
-    class App:
-        is_running, is_done = True, done
-
-        class loop:
-            @staticmethod
-            def call_soon_threadsafe(leave: Callable[[], None]) -> None:
-                leave()
-
-        def exit(self, exception: BaseException) -> None:
-            raise exception
-
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), editor._ending(App()):  # type: ignore[arg-type]
+    with pytest.raises(Terminated), editor._ending(app(True, done)):
         os.kill(os.getpid(), signal.SIGTERM)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_signal_ends_a_prompt_that_was_about_to_begin() -> None:
     """asyncio may lose what the signal raises; the prompt then ends as it begins."""
-
-    class App:
-        loop, is_running, is_done = None, False, False
-
-        def exit(self, exception: BaseException) -> None:
-            raise exception
-
-    ending = editor._ending(App())  # type: ignore[arg-type]
+    ending = editor._ending(app(False))
     begins = ending.__enter__()
     with contextlib.suppress(Terminated):
         os.kill(os.getpid(), signal.SIGTERM)
-    with pytest.raises(Terminated):
-        begins()
-    with pytest.raises(Terminated):
-        ending.__exit__(None, None, None)
+    for act in (begins, lambda: ending.__exit__(None, None, None)):
+        with pytest.raises(Terminated):
+            act()

@@ -83,7 +83,6 @@ def show(
 
 
 # -- what it looks like ----------------------------------------------------------------------
-
 PYTHON = '''```python
 @cached
 def area(r: float) -> float:  # a note
@@ -190,6 +189,10 @@ def test_a_table_needs_room_for_its_words() -> None:
     narrow = show(TABLE, columns=18).lines()
     assert [line for line in narrow if line.startswith("│ beta  ")]  # between words
     assert show(TABLE, columns=14).text().split() == TABLE.split()  # left as it was
+    # A block taller than the window stays as it streamed.
+    source = " ".join(f"**w{n}**" for n in range(200))
+    window = show(f"{source}\n\n**last**", columns=40, rows=10)
+    assert window.text().split() == [*source.split(), "last"]
 
 
 def test_the_block_under_construction_is_seen_and_its_rows_alone_are_taken_back() -> None:
@@ -209,9 +212,7 @@ EMOJI = ["👩‍🚀", "👨‍👩‍👧‍👦", "❤️‍🔥", "🏳️�
 
 @pytest.mark.parametrize("columns", [50, 80, 120])
 @pytest.mark.parametrize("sign", EMOJI)
-def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
-    sign: str, columns: int
-) -> None:
+def test_emoji_of_several_characters_leave_no_source(sign: str, columns: int) -> None:
     """Some terminals show such a sign as one, some its parts side by side. This one does that; it
     cannot show what has no width, which is taken out."""
     words = ["**bold word**", sign, "plain", f"**{sign} x**", sign * 3, f"x{sign}y", "more words"]
@@ -229,8 +230,6 @@ def test_emoji_of_several_characters_leave_no_source_in_a_paragraph(
 
 
 # -- code ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("fence", ["```", "~~~~", "````"])
 def test_code_is_written_line_by_line_exactly(fence: str) -> None:
     code = ["def f(x):", "\treturn  '**' + x  # " + "long " * 30, "", "  ``", "", "", "end  "]
@@ -287,12 +286,6 @@ def test_colours_never_change_code(kind: str, text: str) -> None:
 
 
 # -- the window ------------------------------------------------------------------------------
-
-
-def test_a_block_taller_than_the_window_stays_as_it_streamed() -> None:
-    source = " ".join(f"**w{n}**" for n in range(200))
-    window = show(f"{source}\n\n**last**", columns=40, rows=10)
-    assert window.text().split() == [*source.split(), "last"]
 
 
 def test_a_resize_or_another_writer_leaves_the_block_and_sets_the_next() -> None:
@@ -433,8 +426,6 @@ def test_long_answers_cost_little() -> None:
 
 
 # -- the terminal around it ------------------------------------------------------------------
-
-
 CHILD = """
 import signal, termios, os
 from minikv.cli.screen.terminal import Terminal

@@ -83,26 +83,15 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> Shown:
 
 
 # -- the text -------------------------------------------------------------------------------
-
-
-def drawn(
-    shown: Shown,
-    columns: int,
-    done: int,
-    total: int,
-    rate: float = 0.0,
-    unit: str = "tok",
-    label: str = "reading",
-) -> str:
+def drawn(shown: Shown, columns: int, done: int, total: int, rate: float = 0.0, **live: Any) -> str:
     """The line at `done` of `total`, of which `rate` a second came in the last two seconds."""
     terminal, screen, clock = shown(columns)
-    live = Live(terminal, label, unit)
+    report = Live(terminal, **{"label": "reading", "unit": "tok"} | live)
     for seconds in (2, 1) if rate else ():
-        live(done - int(seconds * rate), total)
+        report(done - int(seconds * rate), total)
         clock.now += 1
-    live(done, total)
-    found: str = screen.frames[-1]
-    return found
+    report(done, total)
+    return str(screen.frames[-1])
 
 
 HERE = 90_608
@@ -141,8 +130,8 @@ def test_the_line_at_some_moment(
 def test_no_line_is_wider_than_its_terminal(shown: Shown) -> None:
     for columns in (20, 23, 31, 45, 62, 80, 199):
         for done in (0, 1, 10**6, 10**11):
-            line = drawn(shown, columns, done, 10**11, min(done / 2, 3e8), "B", "download")
-            assert len(line) < columns
+            given = {"rate": min(done / 2, 3e8), "unit": "B", "label": "download"}
+            assert len(drawn(shown, columns, done, 10**11, **given)) < columns
 
 
 def test_durations() -> None:
@@ -152,8 +141,6 @@ def test_durations() -> None:
 
 
 # -- drawing --------------------------------------------------------------------------------
-
-
 def test_at_most_ten_frames_a_second(shown: Shown) -> None:
     terminal, screen, clock = shown()
     live = Live(terminal, "reading")
@@ -161,9 +148,7 @@ def test_at_most_ten_frames_a_second(shown: Shown) -> None:
         clock.now += 0.003
         live(n, 1000)
     assert 28 <= len(screen.frames) <= 31  # three seconds
-
-
-def test_the_rate_is_that_of_the_last_seconds(shown: Shown) -> None:
+    # The rate is that of the last seconds.
     terminal, screen, clock = shown(120)
     live = Live(terminal, "reading")
     done = 5000  # was there before: a resumed download
@@ -197,6 +182,11 @@ def test_a_file_is_told_before_a_large_model_loads(shown: Shown) -> None:
     assert screen.text == "weights: 15.0 GiB\n"
     loading.say('too large (`dtype="bfloat16"` is smaller)')
     assert screen.text.endswith("too large (--dtype bfloat16 is smaller)\n")
+    # An ASCII terminal gets an ASCII bar.
+    terminal, screen, _ = shown(encoding="ascii")
+    Live(terminal, "reading")(55, 101)
+    assert "\\u" not in screen.text
+    assert "reading  -----" in screen.text
 
 
 @pytest.mark.parametrize(("tokens", "lines"), [(999, []), (1_000, ["reading: 1,000 tokens"])])
@@ -209,16 +199,7 @@ def test_a_file_is_told_before_a_long_reading(tokens: int, lines: list[str], sho
     assert screen.text.splitlines() == lines
 
 
-def test_an_ascii_terminal_gets_an_ascii_bar(shown: Shown) -> None:
-    terminal, screen, _ = shown(encoding="ascii")
-    Live(terminal, "reading")(55, 101)
-    assert "\\u" not in screen.text
-    assert "reading  -----" in screen.text
-
-
 # -- loading --------------------------------------------------------------------------------
-
-
 def test_weights_are_reported_byte_by_byte_of_the_files(tmp_path: Path, shown: Shown) -> None:
     """Ctrl-C stops them."""
     tiny.write(tmp_path)
@@ -261,12 +242,11 @@ class Hub:
     """A hub that serves a model and moves the library's byte bar as it does. free: bytes on the
     disk."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, free: int) -> None:
-        patch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, free))
-        self.sizes, self.cache = SIZES, folder / "hub"
-        self.fetched = 0
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.sizes, self.cache, self.fetched, self.free = SIZES, folder / "hub", 0, 1 << 50
         tiny.write(self.snapshot)
         (self.cache / "models--owner--some-model/blobs").mkdir()
+        patch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, self.free))
         patch.setattr(huggingface_hub, "HfApi", lambda: self)
         patch.setattr(huggingface_hub, "snapshot_download", self.download)
         patch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
@@ -302,14 +282,16 @@ class Hub:
 SIZES = {"config.json": 100, "tokenizer.json": 900, "model.safetensors": 3 << 30, "x.bin": 1 << 40}
 
 
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    return Hub(monkeypatch, tmp_path)
+
+
 def test_a_download_is_announced_and_counted_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    shown: Shown,
-    capsys: pytest.CaptureFixture[str],
+    hub: Hub, shown: Shown, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And each of its bytes is told once."""
-    hub = Hub(monkeypatch, tmp_path, 212 << 30)
+    hub.free = 212 << 30
     # What is in the cache already is not fetched again. The snapshot does not tell: blobs do.
     blob = hub.cache / "models--owner--some-model/blobs" / b"config.json".hex()
     blob.touch()
@@ -329,10 +311,8 @@ def test_a_download_is_announced_and_counted_once(
     assert told == [(100, total), (1000, total), (total, total)]
 
 
-def test_a_download_that_does_not_fit_is_refused_with_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: Shown
-) -> None:
-    hub, loading = Hub(monkeypatch, tmp_path, 2 << 30), Loading(shown(still=False)[0])
+def test_a_download_that_does_not_fit_is_refused_with_numbers(hub: Hub, shown: Shown) -> None:
+    hub.free, loading = 2 << 30, Loading(shown(still=False)[0])
     says = r"takes 3.0 GiB in 3 files, .* 2.0 GiB"
     error = refused(says, resolve, REPO, progress=loading, error=ModelUnavailable)
     assert error.exit_code == 3
@@ -340,10 +320,8 @@ def test_a_download_that_does_not_fit_is_refused_with_numbers(
     assert hub.fetched == 0
 
 
-def test_ctrl_c_ends_a_download_and_is_no_failure_of_the_hub(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shown: Shown
-) -> None:
-    hub, loading = Hub(monkeypatch, tmp_path, 1 << 50), Loading(shown(still=False)[0])
+def test_ctrl_c_ends_a_download_and_is_no_failure_of_the_hub(hub: Hub, shown: Shown) -> None:
+    loading = Loading(shown(still=False)[0])
     loading.cancel()
     says = "of the download; finished files are kept"
     stopped = refused(says, resolve, REPO, progress=loading, error=Interrupted)
@@ -352,8 +330,6 @@ def test_ctrl_c_ends_a_download_and_is_no_failure_of_the_hub(
 
 
 # -- thoughts on the screen ------------------------------------------------------------------
-
-
 THOUGHTS = (
     "Who runs the mill? Let me see: it was sold in 1912, and Ada has run it since then. But there "
     "is a lease further down, with a_word_that_is_wider_than_a_row_of_fifty_columns, until 1950."
@@ -379,26 +355,24 @@ def run(
     return out.getvalue(), "" if width else err.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("how", "quiet", "err"),
-    [
+def test_a_pipe_gets_the_answer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thoughts that do not end are told once."""
+    for how, quiet, err in (
         ("fold", False, f"{FOLDED}\n"),
         ("show", False, f"{SHOWN}\n{FOLDED}\n"),
         ("hide", False, ""),
         ("show", True, ""),
-    ],
-)
-def test_a_pipe_gets_the_answer_alone(
-    monkeypatch: pytest.MonkeyPatch, how: str, quiet: bool, err: str
-) -> None:
-    assert run(monkeypatch, how, quiet=quiet) == ("It is **Ada**.\n", err)
+    ):
+        assert run(monkeypatch, how, quiet=quiet) == ("It is **Ada**.\n", err), (how, quiet)
+    out, err = run(monkeypatch, "fold", most=40)
+    first, second = err.splitlines()
+    assert (out, first) == ("\n", "thought for 40 tokens")
+    assert second.startswith("! the model was still thinking, so there is no answer; ")
 
 
 @pytest.mark.parametrize("width", [50, 80, 120])
 @pytest.mark.parametrize("how", ["fold", "show", "hide"])
-def test_a_terminal_keeps_what_the_setting_says(
-    monkeypatch: pytest.MonkeyPatch, how: str, width: int
-) -> None:
+def test_what_a_terminal_keeps(monkeypatch: pytest.MonkeyPatch, how: str, width: int) -> None:
     monkeypatch.setattr("minikv.cli.screen.terminal.FRAME", 0.0)
     written, _ = run(monkeypatch, how, width=width)
     screen = pyte.HistoryScreen(width, 40)
@@ -418,15 +392,7 @@ def test_a_terminal_keeps_what_the_setting_says(
     assert all(len(line.removeprefix("\x1b[2m").split("\x1b")[0]) < width for line in live)
 
 
-def test_thoughts_that_do_not_end_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = run(monkeypatch, "fold", most=40)
-    assert out == "\n"
-    first, second = err.splitlines()
-    assert first == "thought for 40 tokens"
-    assert second.startswith("! the model was still thinking, so there is no answer; ")
-
-
-def test_a_record_has_thoughts_beside_the_answer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_has_thoughts_beside_the_answer() -> None:
     for text, thoughts in ((TEXT, f"{THOUGHTS}\n\nSo it is Ada.\x1b[31m"), ("Ada.", None)):
         chat = scripted(text)
         list(chat.ask("who?", 900))

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from small_chat import reported
 from test_kept import HOSTILE, STORY, chat, facts
 from typed import invoke, on_screen
 
@@ -36,32 +37,23 @@ def session() -> ChatSession:
 
 
 @pytest.mark.parametrize(
-    ("policy", "text", "words"),
-    [
-        ("full", SHORT, "nothing evicted"),
-        ("full", LONG, "nothing evicted"),
-        ("adakv", SHORT, "nothing evicted"),
-        ("h2o", SHORT, "nothing evicted"),
-        ("snapkv", LONG, None),
-    ],
+    ("policy", "text"),
+    [("full", SHORT), ("full", LONG), ("adakv", SHORT), ("h2o", SHORT), ("snapkv", LONG)],
 )
-def test_all_that_say_what_was_saved_agree(
-    session: ChatSession, policy: str, text: str, words: str | None
-) -> None:
+def test_all_that_say_what_was_saved_agree(session: ChatSession, policy: str, text: str) -> None:
     """The line under the answer, /stats, /compare, the HTML page, the record."""
     session.reset()
     session.configure(EvictionConfig.read(policy, budget=128))
     session.attach(text, "n.txt")
     answer = "".join(session.ask("What does Velgate export?", max_tokens=4))
-    report = session.report
-    assert report is not None
+    report = reported(session)
     kv = json.loads(json.dumps(report.to_dict()))["kv_bytes"]
     saved = max(0.0, 1 - kv["held"] / kv["full"])
-    if words is None:
-        words = f"{int(1000 * saved) / 10:.1f}% saved"
-    else:
+    words = f"{int(1000 * saved) / 10:.1f}% saved"
+    if policy != "snapkv":
         assert saved == 0
         assert kv["held"] - kv["policy_state"] == kv["full"]
+        words = "nothing evicted"
     facts = gather(session)
     ran = compare.Run("x", answer, (), report)
     html, column = page.render(facts), compare.facts(ran, ran)["memory"]
@@ -129,42 +121,18 @@ def test_every_published_method_says_how_it_differs_and_names_only_its_options()
 
 
 # -- strips of blocks ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("share", "most", "expected"),
-    [
-        (0.0, 8, 0),
-        (1e-9, 8, 1),
-        (0.125, 8, 1),
-        (0.126, 8, 2),
-        (0.1 * 3, 10, 3),
-        (1.0, 8, 8),
-        (1.0, 9, 9),
-        (1.5, 8, 8),
-        (-0.1, 8, 0),
-    ],
-)
-def test_only_nothing_is_blank(share: float, most: int, expected: int) -> None:
-    assert render.level(share, most) == expected
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [(0, "0%"), (0.0001, "<1%"), (0.01, "1%"), (0.29, "29%"), (0.999, "99%"), (1, "100%")],
-)
-def test_percent_is_rounded_down(share: float, expected: str) -> None:
-    assert render.percent(share) == expected
-
-
-def test_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
+def test_only_nothing_is_blank_and_a_strip_is_as_high_as_its_share_of_the_largest() -> None:
+    levels = {0.0: 0, 1e-9: 1, 0.125: 1, 0.126: 2, 1.0: 8, 1.5: 8, -0.1: 0}
+    assert {share: render.level(share, 8) for share in levels} == levels
+    assert (render.level(0.1 * 3, 10), render.level(1.0, 9)) == (3, 9)
     assert render.strip([0, 1, 4, 8], 8) == "| ▁▄█|"
     assert render.strip([0, 0], 0) == "|  |"
+    # Percent are rounded down.
+    shares = {0: "0%", 0.0001: "<1%", 0.01: "1%", 0.29: "29%", 0.999: "99%", 1: "100%"}
+    assert {share: render.percent(share) for share in shares} == shares
 
 
 # -- layers and heads -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize(("layers", "heads"), [(1, 1), (4, 3), (32, 8), (80, 12)])
 def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int) -> None:
@@ -183,15 +151,12 @@ def test_every_head_and_layer_is_drawn_once(width: int, layers: int, heads: int)
 
 
 def test_layers_in_equal_groups_where_they_do_not_fit() -> None:
-    text = kept.by_head([[1.0] * 8] * 32, 40)
-    assert "\n  layers 0 to 15\n" in text
-    assert "\n  layers 16 to 31\n" in text
-    assert "layers 0 to 31" in kept.by_head([[1.0] * 8] * 32, 80)
+    text, wide = (kept.by_head([[1.0] * 8] * 32, width) for width in (40, 80))
+    assert re.search(r"\n  layers 0 to 15\n(.*\n)+  layers 16 to 31\n", text)
+    assert "layers 0 to 31" in wide
 
 
 # -- along the document, along the chat -----------------------------------------------------
-
-
 def test_along_the_document_is_the_mean_of_each_slice() -> None:
     text = "abcdefgh" * 25
     held = torch.rand(2, 3, 201, generator=torch.Generator().manual_seed(1)) < 0.3
@@ -203,18 +168,13 @@ def test_along_the_document_is_the_mean_of_each_slice() -> None:
     assert strip.strip() == render.strip(means, max(means))
     most = render.percent(max(means))
     assert title == f"kept along story.txt, 64 slices of about 3 tokens: █ is {most} of the heads"
-
-
-def test_few_tokens_and_no_document() -> None:
+    # Few tokens and no document.
     held = torch.zeros(2, 3, 4, dtype=torch.bool)
     held[0, :, 2] = True
-    assert kept.along(facts("abc", held), 80) == (
-        "kept along the chat, a sign per token: █ is 50% of the heads\n  |  █ |"
-    )
+    title = "kept along the chat, a sign per token:"
+    assert kept.along(facts("abc", held), 80) == f"{title} █ is 50% of the heads\n  |  █ |"
     held[:] = False
-    assert kept.along(facts("abc", held), 80).startswith(
-        "kept along the chat, a sign per token: nothing\n"
-    )
+    assert kept.along(facts("abc", held), 80).startswith(f"{title} nothing\n")
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
@@ -230,8 +190,6 @@ def test_many_documents_with_hostile_names(width: int) -> None:
 
 
 # -- the whole ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_strips_of_a_chat(width: int) -> None:
     session = chat()
@@ -241,7 +199,7 @@ def test_strips_of_a_chat(width: int) -> None:
     text = kept.strips(session, width)
     on_screen(text, width)
     assert "\x1b" not in text
-    rows = [len(session.kept(layer, head)) for layer in range(3) for head in range(3)]
+    most = max(len(session.kept(layer, head)) for layer in range(3) for head in range(3))
     joined = " ".join(text.split())
-    assert f"{BLOCKS[-1]} is {max(rows)} tokens, the most in one" in joined
+    assert f"{BLOCKS[-1]} is {most} tokens, the most in one" in joined
     assert "kept along story.txt" in joined

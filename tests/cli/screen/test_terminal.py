@@ -10,6 +10,7 @@ import os
 import sys
 import unicodedata
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -36,15 +37,14 @@ class Broken(io.StringIO):
         raise self.error
 
 
-Streams = tuple[io.StringIO, io.StringIO]
-Use = Callable[[], Streams]
+Use = Callable[..., tuple[Any, Any, Any]]
 
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Use:
-    """To be called in the test, as pytest has streams of its own for a fixture: stdout and stderr
-    that are no terminals."""
-    return lambda: _use(monkeypatch, io.StringIO)
+    """Makes a Terminal, with stdout and stderr that are none. To be called in the test, as pytest
+    has streams of its own for a fixture."""
+    return partial(_use, monkeypatch, io.StringIO)
 
 
 @pytest.fixture
@@ -53,19 +53,17 @@ def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return lambda: _use(monkeypatch, Tty)
+    return partial(_use, monkeypatch, Tty)
 
 
-def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO]) -> Streams:
+def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO], **given: bool) -> tuple[Any, ...]:
     made = kind(), kind()
     for name, stream in zip(("stdout", "stderr"), made, strict=True):
         patch.setattr(sys, name, stream)
-    return made
+    return Terminal(**given), *made
 
 
 # -- characters -----------------------------------------------------------------------------------
-
-
 def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
     """Every code point, against Unicode's own tables."""
     every = "".join(map(chr, range(0x110000)))
@@ -85,9 +83,7 @@ def test_the_filter_drops_what_unicode_calls_control_and_nothing_else() -> None:
     assert formats - hostile - unseen <= visible | set(joined)
 
 
-def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_stream_cannot_encode(monkeypatch: pytest.MonkeyPatch, streams: Use) -> None:
     for name in ("stderr", "stdout"):
         raw = io.BytesIO()
         monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding="ascii", newline=""))
@@ -100,20 +96,13 @@ def test_what_a_stream_cannot_encode_is_plain_signs_and_escapes(
             made.answer("│é")
             made.end_answer()
         assert raw.getvalue() == b"|\\xe9\n"
-
-
-def test_a_stream_without_an_encoding_takes_everything(streams: Use) -> None:
-    streams()  # io.StringIO has none
-    made = Terminal()
-    assert made.writable("é│\x07") == "é│"
+    # One without an encoding takes everything.
+    assert streams()[0].writable("é│\x07") == "é│"  # io.StringIO has none
 
 
 # -- what goes where ------------------------------------------------------------------------------
-
-
 def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
-    out, err = streams()
-    made = Terminal()
+    made, out, err = streams()
     with made.answering():
         made.answer("one\x1b[1m\n\n")
         assert out.getvalue() == "one[1m"  # newlines wait
@@ -132,8 +121,7 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
         "a note\n! a warning[2J\nerror: wrong\n  do this\nerror: wrong again\nline 1\nline 2\n"
     )
     assert not made.copy("no clipboard")
-    _, err = streams()  # --quiet silences notes and no errors
-    made = Terminal(quiet=True)
+    made, _, err = streams(quiet=True)  # which silences notes and no errors
     made.note("a note")
     made.warn("a warning")
     made.say("said")
@@ -143,8 +131,7 @@ def test_the_answer_alone_goes_to_stdout(streams: Use) -> None:
 
 def test_a_terminal_gets_styles_and_a_live_line(screens: Use) -> None:
     """What is written next takes the live line away first."""
-    out, err = screens()
-    made = Terminal()
+    made, out, err = screens()
     assert (made.live, made.colour, made.plain) == (True, True, False)
     line = ("reading [5m" + "é" * 60)[:39]
     for act, written in (
@@ -186,7 +173,7 @@ def test_what_a_terminal_may_be_shown(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    (_, err), made = screens(), Terminal(**given)
+    made, _, err = screens(**given)
     live, colour, plain = (word in may for word in ("live", "colour", "plain"))
     assert (made.live, made.colour, made.plain) == (live, colour, plain)
     made.say("x", "bad")
@@ -203,8 +190,7 @@ def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
     screens: Use, monkeypatch: pytest.MonkeyPatch, colour: bool
 ) -> None:
     monkeypatch.setenv("NO_COLOR", "" if colour else "1")
-    out, _ = screens()
-    made = Terminal()
+    made, out, _ = screens()
     with made.answering():
         made.answer("a `word`\n\n")
         made.end_answer()
@@ -213,8 +199,7 @@ def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
 
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
     """Thoughts are dimmed and cleaned."""
-    out, err = screens()
-    made = Terminal()
+    made, out, err = screens()
     made.think("so\x1b[31m it is")
     assert err.getvalue() == "\x1b[2mso[31m it is\x1b[0m"
     assert out.getvalue() == ""
@@ -239,11 +224,7 @@ def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
 
 
 # -- streams that fail ----------------------------------------------------------------------------
-
-
-def test_messages_that_nobody_takes_cost_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_that_nobody_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """stderr is a pipe without a reader: nothing fails, now or when the program ends."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -265,14 +246,12 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
     """Messages that a full disk refuses cost no answer."""
-    out, _ = streams()
-    made = Terminal()
+    made, out, _ = streams()
     made.err = Broken(FULL)
     made.say("a message")
     made.answer("the answer")
     assert out.getvalue() == "the answer"
-    streams()
-    made = Terminal()
+    made, *_ = streams()
     made.out = Broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     with pytest.raises(BrokenPipeError):
         made.answer("x")
@@ -288,10 +267,8 @@ def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
 def test_nothing_is_removed_without_a_yes(
     monkeypatch: pytest.MonkeyPatch, screens: Use, typed: str, agreed: bool
 ) -> None:
-    _, err = screens()
-    stdin = Tty(typed)
-    monkeypatch.setattr(sys, "stdin", stdin)
-    made = Terminal()
+    monkeypatch.setattr(sys, "stdin", Tty(typed))
+    made, _, err = screens()
     assert made.confirmed("remove \x1ball?", yes=False) is agreed
     assert err.getvalue().startswith("remove all? [y/N] ")
     assert made.confirmed("?", yes=True)
@@ -299,9 +276,7 @@ def test_nothing_is_removed_without_a_yes(
     refused("no terminal to answer on", made.confirmed, "?", yes=False)
 
 
-def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_closed_streams_are_replaced_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """stdin is empty, stdout gives an error, and stderr takes everything. A closed stream is no
     terminal, nor can it be flushed."""
     closed = io.StringIO()
@@ -333,14 +308,9 @@ def test_closed_streams_are_replaced_in_the_order_of_their_numbers(
 
 
 # -- widths ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("told", "widths"),
-    [
-        (None, {"": 80, "100": 100, "12": 20, "0": 80, "x": 80}),
-        (90, {"": 90, "50": 50, "99": 90}),
-    ],
+    [(None, {"": 80, "100": 100, "12": 20, "0": 80, "x": 80}), (90, {"": 90, "50": 50, "99": 90})],
 )
 def test_columns_makes_a_window_narrower_and_never_wider(
     monkeypatch: pytest.MonkeyPatch, told: int | None, widths: dict[str, int]
@@ -374,11 +344,10 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
     screens: Use, monkeypatch: pytest.MonkeyPatch, line: str, width: int, rows: list[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("NO_COLOR", "1")
     for term in ("xterm", "dumb"):
-        out, err = screens()
         monkeypatch.setenv("TERM", term)
-        monkeypatch.setenv("NO_COLOR", "1")
-        made = Terminal()
+        made, out, err = screens()
         made.say(line)
         made.data(line, fold=True)
         assert out.getvalue() == err.getvalue()
@@ -387,23 +356,14 @@ def test_long_lines_are_broken_behind_a_narrow_first_column(
         assert out.getvalue().endswith(f"\n{line}\n")
 
 
-def test_a_live_line_is_cut_by_cells(screens: Use) -> None:
-    """A wide character takes two, and the last column stays free."""
-    _, err = screens()
-    Terminal().status("é" * 30 + "世界" * 9)
-    assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
-
-
 # -- the live line, keys, and remedies ------------------------------------------------------------
-
-
 def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> None:
     """None is made where there is no terminal."""
-    _, err = streams()
-    Terminal().frame(lambda: pytest.fail("nobody sees it"))
+    made, _, err = streams()
+    made.frame(lambda: pytest.fail("nobody sees it"))
     assert err.getvalue() == ""
-    _, err = screens()
-    made, now, asked = Terminal(), [0.0], list[int]()
+    made, _, err = screens()
+    now, asked = [0.0], list[int]()
     made.clock = lambda: now[0]
     for count in range(50):
         now[0] = count / 25
@@ -415,35 +375,34 @@ def test_of_many_frames_ten_a_second_are_drawn(screens: Use, streams: Use) -> No
         made.frame(drawn)
     assert asked == list(range(0, 50, 3))  # of 25 a second
     assert err.getvalue().endswith("frame 48")
+    # It is cut by cells: a wide character takes two, and the last column stays free.
+    made, _, err = screens()
+    made.status("é" * 30 + "世界" * 9)
+    assert err.getvalue() == "\r\x1b[K" + "é" * 30 + "世界世界"
 
 
 @pytest.mark.parametrize("plain", [False, True])
 def test_keys_are_kept_from_open_to_close(
     screens: Use, monkeypatch: pytest.MonkeyPatch, plain: bool
 ) -> None:
-    screens()
     keys = Mock()
     monkeypatch.setattr(terminal, "Keyboard", keys)
-    made = Terminal(plain=plain)
+    made, *_ = screens(plain=plain)
     made.open_keyboard()
     assert (made.keyboard is None) == plain
     made.close()
     assert made.keyboard is None
-    assert keys().method_calls == [] if plain else [call.open(), call.close()]
+    done = [] if plain else [call.open(), call.close()]
+    assert keys().method_calls == done
 
 
-def test_a_remedy_is_told_as_it_is_typed(streams: Use) -> None:
-    streams()
+def test_a_remedy_is_told_as_it_is_typed(streams: Use, screens: Use) -> None:
+    """And the screen is what stderr can show."""
+    made, *_ = streams()
     for chat, shown in ((False, "use --budget 64"), (True, "use /set budget 64")):
-        made = Terminal()
         made.chat = chat
         assert made.words("use `budget=64`") == shown
         assert made.words("no remedy") == "no remedy"
-
-
-def test_the_screen_is_what_stderr_can_show(streams: Use, screens: Use) -> None:
-    streams()
-    assert Terminal().screen.rows == 0
-    screens()
-    shown = Terminal().screen
+    assert made.screen.rows == 0
+    shown = screens()[0].screen
     assert (shown.width, shown.rows > 0, shown.colour) == (40, True, True)

@@ -11,16 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from minikv.cli.screen.text import (
-    broken,
-    cells,
-    clipped,
-    cut,
-    folded,
-    grid,
-    padded,
-    shown,
-)
+from minikv.cli.screen.text import broken, cells, clipped, cut, folded, grid, padded, shown
 
 SIGNS = ["a", "-", " ", " ", "中", "文", "é", "e\u0301", "❤\ufe0f", "👩\u200d🔬", "ก็", "😀"]
 TEXTS = st.lists(st.sampled_from(SIGNS), max_size=60).map("".join)
@@ -54,10 +45,8 @@ def test_no_row_is_too_wide_and_no_letter_is_broken(text: str, width: int, margi
 
 @given(st.text("ab-/ ", max_size=90), st.integers(20, 40), st.integers(0, 6))
 def test_ascii_is_broken_as_textwrap_breaks_it(text: str, width: int, margin: int) -> None:
-    indent = " " * margin
-    rows = textwrap.wrap(
-        text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    indent, whole = " " * margin, {"break_long_words": False, "break_on_hyphens": False}
+    rows = textwrap.wrap(text, width, subsequent_indent=indent, **whole)  # type: ignore[arg-type]
     if not text.startswith(" "):
         assert [row for row in folded(text, width, indent, whole=True) if row.strip()] == rows
 

@@ -1,5 +1,6 @@
 """`minikv config set` and `unset`: one key changes, everything else in the file stays."""
 
+# ruff: noqa: F401, F811 (fixtures that another file has)
 from __future__ import annotations
 
 import os
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from refusals import refused
-from test_hub import cache  # noqa: F401
-from typed import invoke
+from test_hub import cache
+from typed import fails, invoke
 
 from minikv.cli.settings.config import load
 
-ALIAS = "aliases.l3.1"
+ALIAS, OWN = "aliases.l3.1", 'aliases."l3.1"'
+LONG = "system = '''\nb = 1\n'''\n"
 
 
 @pytest.fixture
@@ -37,21 +39,11 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             'seed = 1\n\n# names\n\n[aliases]\na = "x" # b',
         ),
         ("budget", 'budget = """a\nb"""\nseed = 1\n', 'budget = "64"\nseed = 1\n', "seed = 1\n"),
-        (
-            "budget",
-            "system = '''\nb = 1\n'''\n",
-            "system = '''\nb = 1\n'''\nbudget = \"64\"\n",
-            None,
-        ),
+        ("budget", LONG, f'{LONG}budget = "64"\n', None),
         (ALIAS, "", '[aliases]\n"l3.1" = "64"\n', "[aliases]\n"),
         (ALIAS, '[aliases] # x\na = "b"\n', '[aliases] # x\na = "b"\n"l3.1" = "64"\n', None),
         (ALIAS, '[aliases]\n"l3.1"="x" # c\n', '[aliases]\n"l3.1"="64" # c\n', "[aliases]\n"),
-        (
-            ALIAS,
-            'aliases."l3.1" = "x"\nseed = 1\n',
-            'aliases."l3.1" = "64"\nseed = 1\n',
-            "seed = 1\n",
-        ),
+        (ALIAS, f'{OWN} = "x"\nseed = 1\n', f'{OWN} = "64"\nseed = 1\n', "seed = 1\n"),
     ],
 )
 def test_a_line_is_changed_and_the_others_stay(
@@ -59,10 +51,9 @@ def test_a_line_is_changed_and_the_others_stay(
 ) -> None:
     file.parent.mkdir()
     file.write_text(before)
-    assert invoke("config", "set", key, "64").exit_code == 0
-    assert file.read_text() == after
-    assert invoke("config", "unset", key).exit_code == 0
-    assert file.read_text() == (before if unset is None else unset)
+    for words, text in ((("set", key, "64"), after), (("unset", key), unset)):
+        assert invoke("config", *words).exit_code == 0
+        assert file.read_text() == (before if text is None else text)
 
 
 def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
@@ -92,45 +83,38 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        (None, ["set", "tempratre", "1"], "no key 'tempratre'\n  did you mean temperature?"),
-        (None, ["set", "system", "be", "brief"], "system takes one value, got 'be brief'\n  put"),
-        (None, ["set", "aliases.bundled", "a/b"], "bundled cannot be an alias of a/b"),
-        (None, ["set", "aliases.x", ""], "x cannot be an alias of nothing"),
-        (None, ["set", "aliases.x", "a", "b"], "x cannot be an alias of a b"),
-        (None, ["set", "aliases.a/b", "a/b"], "a/b cannot be an alias of a/b"),
-        (None, ["unset", "seed"], "seed is not set in"),
-        (None, ["unset", "aliases.x"], "aliases.x is not set in"),
-        ("[aliases]\nx = 'p'\n", ["unset", "aliases"], "aliases is not set in"),
-        ("a = = 1\n", ["set", "seed", "3"], "is not valid TOML"),
-        ("aliases = 3\n", ["set", "aliases.a", "b"], "aliases is not a table\n  edit it by hand"),
+        (None, "set tempratre 1", "no key 'tempratre'\n  did you mean temperature?"),
+        (None, "set system be brief", "system takes one value, got 'be brief'\n  put"),
+        (None, "set aliases.bundled a/b", "bundled cannot be an alias of a/b"),
+        (None, "set aliases.x ", "x cannot be an alias of nothing"),
+        (None, "set aliases.x a b", "x cannot be an alias of a b"),
+        (None, "set aliases.a/b a/b", "a/b cannot be an alias of a/b"),
+        (None, "unset seed", "seed is not set in"),
+        (None, "unset aliases.x", "aliases.x is not set in"),
+        ("[aliases]\nx = 'p'\n", "unset aliases", "aliases is not set in"),
+        ("a = = 1\n", "set seed 3", "is not valid TOML"),
+        ("aliases = 3\n", "set aliases.a b", "aliases is not a table\n  edit it by hand"),
     ],
     ids=str,
 )
 def test_what_is_refused_writes_nothing(
-    file: Path, text: str | None, words: list[str], message: str
+    file: Path, text: str | None, words: str, message: str
 ) -> None:
     if text is not None:
         file.parent.mkdir()
         file.write_text(text)
-    done = invoke("config", *words)
-    assert done.exit_code == 2
-    assert message in done.stderr
+    fails(invoke("config", *words.split(" ")), 2, message)
     assert (file.read_text() if file.exists() else None) == text
 
 
-def test_aliases_are_set_listed_and_removed(
-    file: Path,
-    cache: Path,  # noqa: F811
-) -> None:
+def test_aliases_are_set_listed_and_removed(file: Path, cache: Path) -> None:
     made = invoke("config", "set", "aliases.l3.1", "owner/name").stdout
     assert made == 'aliases."l3.1" = "owner/name"\n'
     assert load().model("l3.1") == "owner/name"
     assert invoke("config", "set", "aliases.fast", "a/b").exit_code == 0
     assert "[aliases]\nl3.1 = owner/name\nfast = a/b\n" in invoke("config", "show").stdout
     assert "alias l3.1 = owner/name\n" in invoke("models").stderr
-    failed = invoke("plan", "-m", "l3.1", "--offline")
-    assert failed.exit_code == 3
-    assert "error: owner/name is not" in failed.stderr
+    fails(invoke("plan", "-m", "l3.1", "--offline"), 3, "error: owner/name is not")
     assert invoke("config", "unset", "aliases.l3.1").stdout == 'aliases."l3.1" removed\n'
     assert load().aliases == {"fast": "a/b"}
 
@@ -150,10 +134,6 @@ def test_set_and_unset_say_what_else_sets_it(file: Path, monkeypatch: pytest.Mon
     refused("unknown key 'bugdet'", load)
     invoke("config", "unset", "bugdet")  # what no command can read is removed, too
     assert load().values["seed"].value == 5
-
-
-def test_an_unknown_key_of_the_file_is_unset(file: Path) -> None:
-    file.parent.mkdir(exist_ok=True)
     file.write_text("quality = 1 # mine\nseed = 3\n[loaders]\nodt = 'p'\n")
     for key in ("quality", "loaders"):
         assert invoke("config", "unset", key).exit_code == 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from processes import python
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from small_chat import chat
@@ -51,63 +50,54 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def tab(session: ChatSession, saved: Path) -> Offers:
     """What Tab puts in for the last word of a line; for a path, behind it."""
-    completer = Commands(_help(session))
-    return lambda line: [
-        one.text for one in completer.get_completions(Document(line), CompleteEvent())
-    ]
+    offers, event = Commands(_help(session)).get_completions, CompleteEvent()
+    return lambda line: [one.text for one in offers(Document(line), event)]
 
 
 def test_chats_settings_and_their_values(tab: Offers) -> None:
-    assert tab("/load ") == ["thesis"]  # not the file
-    assert tab("/load thesis --") == ["--reread"]
     assert {"reuse", "policy", "temperature"} <= {*tab("/set ")}
-    assert tab("/set reus") == ["reuse"]
-    assert tab("/set reuse ") == list(SETTINGS["reuse"].choices)
-    assert tab("/set quiet ") == ["on", "off"]
-    assert tab("/set policy snap") == ["snapkv"]
-    assert tab("/set decode ") == ["auto", *step_names()]
-    assert tab("/set reuse once ") == tab("/set model ") == tab("/set top_p ") == []
-
-
-def test_policies_their_parts_and_options(tab: Offers) -> None:
-    assert tab("/policy ") == prompt_names()
     assert "h2o+ada" in tab("/policy h2o+a")
-    assert tab("/policy snapkv win") == ["window="]
-    assert tab("/policy snapkv decode=ro") == ["decode=roco"]
-    assert tab("/compare ") == [*prompt_names(), "budget="]
     assert "h2o" not in tab("/compare h2o ")
-    assert tab("/compare h2o budget=5") == ["budget=512"]
-    assert tab("/retry --") == ["--policy", "--budget", "--seed"]
-    assert tab("/retry --policy stream") == ["streaming"]
-    assert tab("/retry --policy streaming --") == ["--budget", "--seed"]
     assert "64MiB" in tab("/retry --budget ")
-    assert tab("/retry --seed ") == []
     assert {"512", "20%", "64MiB"} <= {*tab("/set budget ")}
-
-
-def test_what_follows_the_other_commands(tab: Offers) -> None:
-    assert tab("/kept ") == ["all", "find"]
     assert "kept" in tab("/help k")
-    assert tab("/drop ") == ["my\\ report\\ (1).txt"]
-    assert tab("/drop my\\ r") == ["my\\ report\\ (1).txt"]
-    assert tab("/add thes") == tab("/export thes") == ["is.txt"]
-    assert tab("/export --") == ["--force"]
-    assert tab("/none ") == tab("/stats ") == []
+    offers = {
+        "/load ": ["thesis"],  # not the file
+        "/load thesis --": ["--reread"],
+        "/set reus": ["reuse"],
+        "/set reuse ": [*SETTINGS["reuse"].choices],
+        "/set quiet ": ["on", "off"],
+        "/set policy snap": ["snapkv"],
+        "/set decode ": ["auto", *step_names()],
+        "/policy ": prompt_names(),
+        "/policy snapkv win": ["window="],
+        "/policy snapkv decode=ro": ["decode=roco"],
+        "/compare ": [*prompt_names(), "budget="],
+        "/compare h2o budget=5": ["budget=512"],
+        "/retry --": ["--policy", "--budget", "--seed"],
+        "/retry --policy stream": ["streaming"],
+        "/retry --policy streaming --": ["--budget", "--seed"],
+        "/kept ": ["all", "find"],
+        "/drop ": ["my\\ report\\ (1).txt"],
+        "/drop my\\ r": ["my\\ report\\ (1).txt"],
+        "/add thes": ["is.txt"],
+        "/export thes": ["is.txt"],
+        "/export --": ["--force"],
+    }
+    none = ("set reuse once", "set model", "set top_p", "retry --seed", "none", "stats")
+    offers |= {f"/{line} ": [] for line in none}
+    assert {line: tab(line) for line in offers} == offers
 
 
 @pytest.mark.parametrize("command", slash_commands.COMMANDS, ids=lambda command: command.words[0])
 def test_every_command_that_takes_words_of_ours_offers_them(tab: Offers, command: Command) -> None:
     """What a command's usage writes in small letters, Tab offers."""
     words = re.findall(r"(?<![\w\"=.])(?:--)?[a-z]{3,}", command.takes.split("FILE")[0])
-    offered = {*tab(f"/{command.words[0]} "), *tab(f"/{command.words[0]} --")}
-    assert {word for word in words if word not in ("option", "value")} <= {
-        one.rstrip("=") for one in offered
-    }
+    offered = [*tab(f"/{command.words[0]} "), *tab(f"/{command.words[0]} --")]
+    assert {*words} - {"option", "value"} <= {one.rstrip("=") for one in offered}
 
 
 # -- the shell ------------------------------------------------------------------------------
-
-
 ALL = """
 import contextlib, io, json, os, sys
 from minikv.cli.__main__ import run
@@ -140,13 +130,7 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
         "chat the": [],  # left to the shell, which knows files
         "chat --policy snapkv -o win": ["window="],
     }
-    done = subprocess.run(
-        [sys.executable, "-c", ALL],
-        input=json.dumps([f"minikv {line}" for line in lines]),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python("-c", ALL, input=json.dumps([f"minikv {line}" for line in lines]))
     found = json.loads(done.stdout)
     assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
     *others, (_, loaded) = found
@@ -156,8 +140,6 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
 
 
 # -- what the runtime says in python is shown as it is typed ---------------------------------
-
-
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
@@ -181,13 +163,7 @@ def test_python_becomes_flags_and_commands(text: str, shown: str) -> None:
 
 def test_errors_and_hints_are_reworded() -> None:
     error = UsageError("`top_p` is wrong", 'use `device="cpu"`; `policy` takes: h2o')
-    made = explain(error)
-    assert (made.message, made.hint) == (
-        "--top-p is wrong",
-        "use --device cpu; --policy takes: h2o",
-    )
-    made = explain(error, chat=True)
-    assert (made.message, made.hint) == (
-        "/set top_p is wrong",
-        "use --device cpu; /policy takes: h2o",
-    )
+    for talking, flag, policy in ((False, "--top-p", "--policy"), (True, "/set top_p", "/policy")):
+        made = explain(error, chat=talking)
+        hint = f"use --device cpu; {policy} takes: h2o"
+        assert (made.message, made.hint) == (f"{flag} is wrong", hint)

@@ -1,4 +1,4 @@
-"""PDFs, good, odd and hostile: the text of every page or one line that says why not."""
+"""PDFs, Word files and HTML, good, odd and hostile: their text, or one line that says why not."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import os
 import re
 import sys
 import time
+import zipfile
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pypdf
 import pytest
 from refusals import refused
 
-from minikv.cli.documents import child as child_process
-from minikv.cli.documents import parsers
+from minikv.cli.documents import child, parsers
 from minikv.cli.documents.child import run
-from minikv.cli.documents.parsers import is_pdf, read_pdf
-from minikv.cli.documents.parsers import pdf as child
+from minikv.cli.documents.named import Reader, read
+from minikv.cli.documents.parsers import is_pdf, markup, pdf, read_pdf
 from minikv.cli.documents.text import read_bytes, read_file
 from minikv.errors import Interrupted, UsageError
 
@@ -99,14 +100,12 @@ def encrypted(user: str) -> bytes:
 def pages_of(data: bytes) -> list[str]:
     """What our child makes of a file, in this process; its reason is an error here."""
     written: list[str] = []
-    why = child(data, written.append)
+    why = pdf(data, written.append)
     assert not why, why
     return "".join(written).split("\f")[:-1]
 
 
 # -- what is read ---------------------------------------------------------------------------
-
-
 def test_the_text_of_every_page_and_what_was_missed(tmp_path: Path) -> None:
     """A whole PDF gives no warning and needs no file. A password for the owner alone does not
     matter."""
@@ -123,11 +122,16 @@ def test_the_text_of_every_page_and_what_was_missed(tmp_path: Path) -> None:
     assert pages_of(encrypted("")) == ["a secret"]
 
 
-def test_a_page_that_cannot_be_read_is_not_an_empty_one() -> None:
+def test_a_page_that_cannot_be_read_is_not_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = stream(b"this is not deflated", b"/Filter /FlateDecode")
     bomb = stream(zlib.compress(b"\0" * 100_000_000, 1), b"/Filter /FlateDecode")
     assert pages_of(document("", "", "fine", "", drawn=[bomb])) == ["\0", "", "fine", ""]
     assert pages_of(document("x", "fine", drawn=[broken]))[1] == "fine"
+    # Marks of our own in a text are only text.
+    text = "a\fb\0c\ud83d\ude00\udc00"
+    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self, **more: text)
+    assert pages_of(document("x")) == ["a\ufffdb\ufffdc\ud83d\ude00\udc00"]
+    assert child.utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
 
 
 def test_pages_are_listed_as_long_as_they_are_few() -> None:
@@ -139,19 +143,10 @@ def test_pages_are_listed_as_long_as_they_are_few() -> None:
     )
     many = parsers._judge("a\f" + "\f" * 9, "x.pdf").gaps
     assert many.startswith("9 pages (2, 3, 4, 5, ...) gave")
-
-
-def test_pages_whose_words_run_together_are_named() -> None:
+    # Pages whose words run together are named.
     good = "Donaudampfschifffahrtsgesellschaft and floccinaucinihilipilification, " + "more " * 40
     gaps = parsers._judge(f"{good}\f{good.replace(' ', '')}\f{'好的' * 99}\f", "x.pdf").gaps
     assert gaps.startswith("words run together on page 2; try pdftotext")
-
-
-def test_marks_of_our_own_in_a_text_are_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "a\fb\0c\ud83d\ude00\udc00"
-    monkeypatch.setattr(pypdf.PageObject, "extract_text", lambda self, **more: text)
-    assert pages_of(document("x")) == ["a\ufffdb\ufffdc\ud83d\ude00\udc00"]
-    assert child_process.utf8("\ud83d\ude00 \udc00") == "😀 \ufffd".encode()
 
 
 IDENTITY = composite(b"/Identity-H")
@@ -242,7 +237,6 @@ def test_what_a_pdf_is(data: bytes, yes: bool) -> None:
 
 
 # -- what is refused ------------------------------------------------------------------------
-
 TREE = [  # 2^25 pages
     b"<< /Type /Pages /Kids [%d 0 R %d 0 R] /Count %d >>" % (n + 3, n + 3, 2 ** (25 - n))
     for n in range(25)
@@ -269,7 +263,7 @@ def test_odd_and_hostile_files_end_in_one_line(data: bytes, words: str) -> None:
 
     def read() -> None:
         # As `serve` and `read_pdf` put it together, without a process for each.
-        why = child_process.attempt(child, data, written.append)
+        why = child.attempt(pdf, data, written.append)
         if why:
             what, _, hint = why.partition(": ")
             assert hint
@@ -282,6 +276,8 @@ def test_odd_and_hostile_files_end_in_one_line(data: bytes, words: str) -> None:
 def test_the_child_says_why_and_the_chat_tells_it() -> None:
     error = refused("^my.pdf is encrypted\n", read_pdf, encrypted("key"), "my.pdf", limit=LIMIT)
     assert (error.hint, error.exit_code) == ("save a copy without a password first", 2)
+    with pytest.raises(Interrupted, match=r"stopped reading x\.pdf"):
+        read_pdf(document("x"), "x.pdf", limit=LIMIT, stopped=lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -314,35 +310,24 @@ def test_a_reader_that_dies_is_one_line(
         ("memory", "needs more than|MemoryError"),
     ],
 )
-def test_what_a_reader_may_take_is_bounded(
-    what: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_reader_may_take(what: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = document("word " * 100)
     if what == "memory":
         large = zlib.compress(b"% comment\n" * 7_000_000, 1)
         data = document("", drawn=[stream(large, b"/Filter /FlateDecode")])
-        monkeypatch.setattr(child_process, "MEMORY", 96 << 20)
+        monkeypatch.setattr(child, "MEMORY", 96 << 20)
     limit, timeout = 100 if what == "text" else LIMIT, 0.0 if what == "time" else 60.0
     refused(said, read_pdf, data, "x.pdf", limit=limit, timeout=timeout)
 
 
-def test_ctrl_c_stops_the_reading() -> None:
-    with pytest.raises(Interrupted, match=r"stopped reading x\.pdf"):
-        read_pdf(document("x"), "x.pdf", limit=LIMIT, stopped=lambda: True)
-
-
 # -- the child --------------------------------------------------------------------------------
-
-
 def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     hangs = ["/bin/sh", "-c", f"(sleep 1; touch {mark}) & wait"]
     refused("took more than 0 s", run, hangs, limit=LIMIT, timeout=0.3)
     time.sleep(1.2)
     assert not mark.exists()
-
-
-def test_a_command_that_leaves_a_child_behind_is_not_waited_for() -> None:
+    # One that leaves a child behind is not waited for.
     began = time.monotonic()
     output = run(["/bin/sh", "-c", "echo done; sleep 30 &"], limit=LIMIT, timeout=25)
     assert (output.code, output.data) == (0, b"done\n")
@@ -351,7 +336,7 @@ def test_a_command_that_leaves_a_child_behind_is_not_waited_for() -> None:
 
 def test_large_input_and_output_do_not_block_each_other() -> None:
     data = os.urandom(1 << 20)
-    assert run(["/bin/cat"], data, limit=len(data), timeout=60) == child_process.Output(0, data, "")
+    assert run(["/bin/cat"], data, limit=len(data), timeout=60) == child.Output(0, data, "")
     refused("gave more than", run, ["/bin/cat"], data, limit=len(data) - 1, timeout=60)
     # A command that takes nothing of it is no error.
     assert run(["/bin/echo", "hi"], data, limit=9, timeout=60).data == b"hi\n"
@@ -362,3 +347,132 @@ def test_no_document_is_written_to_a_disk() -> None:
     names = "import os; print(*(os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)))"
     said = run([sys.executable, "-c", names], b"secret", limit=999, timeout=60).data.decode()
     assert said.count("/memfd:") == 3
+
+
+# -- Word files and HTML ----------------------------------------------------------------------
+WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
+
+
+def paragraph(text: str) -> str:
+    return f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>"
+
+
+def cells(*texts: str) -> str:
+    return "<w:tr>" + "".join(f"<w:tc>{paragraph(x)}</w:tc>" for x in texts) + "</w:tr>"
+
+
+def docx(body: str, before: str = "") -> bytes:
+    """The smallest Word file around `body`."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as parts:
+        text = f'{before}<w:document xmlns:w="{WORD}"><w:body>{body}</w:body></w:document>'
+        parts.writestr("word/document.xml", text)
+    return out.getvalue()
+
+
+def as_text(data: bytes) -> str:
+    """What the child makes of it, in this process; its reason is an error here."""
+    written: list[str] = []
+    if why := child.attempt(markup, data, written.append):
+        raise UsageError(why)
+    return "".join(written).strip()
+
+
+@pytest.mark.parametrize(
+    ("html", "text"),
+    [
+        ("<title>T</title><h1>Head</h1><p>one\n  two</p>end", "T\n\nHead\n\none two\n\nend"),
+        ("a <b>b</b> <a href='https://x.org'>the link</a>.<br>next", "a b the link.\nnext"),
+        ("x<script>a<b;'<p>'</script><style>p {}</style><noscript>on</noscript>y", "xy"),
+        ("<svg><text>in a picture</text></svg>&eacute;&#128512;&lt;", "é😀<"),
+        ("<ul><li>a<li><p>b</p><ol><li>c<li>d</ol></ul>e", "- a\n- b\n  1. c\n  2. d\n\ne"),
+        ("<table><tr><th>k<th>v<tr><td><p>a</p><td></table>z", "k | v\na |\n\nz"),
+        ("<tr><td><p>a</p><p>b</p></td><td><p>c</p></td></tr>", "a\n\nb | c"),
+        ("p<pre>  x\n   y</pre>q", "p\n\n  x\n   y\n\nq"),
+        ("</ul></li></script>a</td></pre>", "a"),
+        ("<div>" * 10_000 + "deep", "deep"),
+        ("<ul>" * 99 + "<li>deep", "- deep"),
+        ("<ol start=5><li>a<li>b<li value=9>c<li>d</ol>", "5. a\n6. b\n9. c\n10. d"),
+        ("1<sup>2</sup> H<sub>2</sub>O a<sup>[1]</sup>", "1^2 H_2O a[1]"),
+    ],
+)
+def test_the_text_of_a_page(html: str, text: str) -> None:
+    assert as_text(html.encode()) == text
+
+
+def test_the_text_of_a_word_file(tmp_path: Path) -> None:
+    table = f"<w:tbl>{cells('k', 'v')}{cells('a', 'b &amp; c')}</w:tbl>"
+    gone = "<w:p><w:del><w:r><w:delText>deleted</w:delText></w:r></w:del></w:p>"
+    found = read_bytes(docx(paragraph("One") + table + gone + paragraph("Two")), "r.docx")
+    assert found.text == "One\n\nk | v\na | b & c\n\nTwo"
+    assert found.facts == f"{len(found.text)} characters from a Word file"
+    # A directory has its pages and Word files.
+    (tmp_path / "a.docx").write_bytes(docx(paragraph("one")))
+    (tmp_path / "b.html").write_text("<p>two")
+    assert [text.text for text in read([str(tmp_path)], Reader())[0]] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("data", "name", "text"),
+    [
+        (b"\xef\xbb\xbf\n<!DOCTYPE HTML><p>a", "standard input", "a"),
+        (b"<p>a", "x.HTM", "a"),
+        (b"<html><meta charset='iso-8859-1'>caf\xe9", "x", "café"),
+        ("<html>é".encode("utf-16"), "x.html", "é"),
+        (b"<p>a text about <html>", "x.txt", "<p>a text about <html>"),
+    ],
+)
+def test_what_is_read_as_a_page(data: bytes, name: str, text: str) -> None:
+    found = read_bytes(data, name)
+    assert (found.text, "from HTML" in found.facts) == (text, "<p>" not in text)
+
+
+def bomb() -> bytes:
+    out = io.BytesIO()
+    with (
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as parts,
+        parts.open("word/document.xml", "w") as part,
+    ):
+        for _ in range(300):
+            part.write(bytes(1 << 20))
+    return out.getvalue()
+
+
+NESTED = "".join(f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in pairwise("abcdefghi"))
+DAMAGED = "is the file damaged?"
+REFUSED = {
+    "cut short": (lambda: docx("x")[:-60], "cannot be read (BadZipFile)", DAMAGED),
+    "no zip": (lambda: b"hello", "is not a Word file", "is it damaged, or of another kind?"),
+    "old": (lambda: b"\xd0\xcf\x11\xe0" + bytes(99), "is an Office file of the old", "save it as"),
+    "no XML": (lambda: docx("<w:p>"), "cannot be read (ExpatError)", DAMAGED),
+    "zip bomb": (bomb, "unpacks to 300 MiB", "extract its text with another program"),
+    "entities": (
+        lambda: docx(paragraph("&i;"), f'<!DOCTYPE x [<!ENTITY a "{"a" * 99}">{NESTED}]>'),
+        "cannot be read (ExpatError)",
+        DAMAGED,
+    ),
+    "a file of this machine": (
+        lambda: docx(paragraph("&a;"), '<!DOCTYPE x [<!ENTITY a SYSTEM "/etc/passwd">]>'),
+        "has no text",
+        "nothing was added",
+    ),
+    "deep": (lambda: docx("<w:tbl><w:tr><w:tc>" * 3000), "cannot be read", DAMAGED),
+    "nested": (
+        lambda: docx("<w:ins>" * 5000 + "</w:ins>" * 5000),
+        "cannot be read (RecursionError)",
+        DAMAGED,
+    ),
+    "empty": (lambda: docx(""), "has no text", "nothing was added"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_word_file_is_one_line(case: str) -> None:
+    make, said, hint = REFUSED[case]
+    error = refused(f"^r.docx {re.escape(said)}", read_bytes, make(), "r.docx")
+    assert (error.hint.startswith(hint), error.exit_code) == (True, 2)
+
+
+def test_without_the_extra_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mammoth", None)
+    assert "pip install 'minikv[docx]'" in child.attempt(markup, docx("x"), print)
