@@ -62,7 +62,6 @@ class Defensive(Scorer):
         )
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
         _, free, (_, _, have) = view.divide(*self.protected(view))
         gone = ~free
         # Rows are pooled with their neighbours in the text; rows that are not free come last.
@@ -81,9 +80,8 @@ class Defensive(Scorer):
             worth = worth * norms
         if self.sure:
             each = max(0, view.budget - self.sinks - self.window)
-            worth = torch.where(
-                most_of(view.mass.mean(1) * free, self.sure, each), worth.max(), worth
-            )
+            most = most_of(view.mean * free, self.sure, each)
+            worth = torch.where(most, worth.max(), worth)
         return worth.masked_fill(gone, -torch.inf)
 
     differs = (

@@ -9,7 +9,6 @@ prompt, earlier attention counts only if the step policy has a `sum` column (h2o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,16 @@ import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import ALL, Evidence, PromptView, Scorer, StepPolicy, StepView
+from minikv.policies.base import (
+    ALL,
+    Columns,
+    Evidence,
+    PromptView,
+    Scorer,
+    StepPolicy,
+    StepView,
+    Visible,
+)
 from minikv.policies.options import Method, option
 
 
@@ -52,8 +60,7 @@ class H2OScorer(Scorer):
         return Evidence(observe=ALL, asks=True, sinks=self.sinks, window=self.window)
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
-        sums = view.mass.mean(1)
+        sums = view.mean
         if self.average:
             return sums / view.able.clamp(min=1.0)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
@@ -88,12 +95,9 @@ class H2O(StepPolicy):
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
         """Start from the sums over the queries that were observed at the end of the prompt."""
-        assert view.mass is not None
-        return {"sum": view.carried["sum"] + view.mass.mean(1)}
+        return {"sum": view.carried["sum"] + view.mean}
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         columns["sum"].add_(attention)
 
     def score(self, view: StepView) -> Tensor:

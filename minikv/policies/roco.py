@@ -14,14 +14,13 @@ question chose. With `pool=1` and `lead=1`, the prompt's last queries count like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView
+from minikv.policies.base import Columns, PromptView, StepPolicy, StepView, Visible
 from minikv.policies.options import Method, option
 from minikv.policies.selection import pool
 
@@ -72,12 +71,11 @@ class RoCo(StepPolicy):
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
         """Add the attention of the prompt's observed queries to the statistics."""
-        assert view.mass is not None
         assert view.squares is not None
         # The last rows, usually those of the question, are not pooled, as in SnapKV.
         before = view.position - min(view.observed, self.observe)
         count = view.able
-        totals = torch.stack((view.mass.mean(1), view.squares))
+        totals = torch.stack((view.mean, view.squares))
         if self.pool > 1:
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
@@ -90,9 +88,7 @@ class RoCo(StepPolicy):
             "count": old["count"] + count,
         }
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         columns[self.total].add_(attention)
         columns["squares"].add_(attention * attention)
         columns["count"].add_(1.0)

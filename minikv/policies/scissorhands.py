@@ -8,7 +8,7 @@ not stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,9 @@ from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import Part, Queries
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.bits import ones
+from minikv.policies.base import Columns, PromptView, StepPolicy, StepView, Visible
 from minikv.policies.options import Method, option
-from minikv.policies.selection import in_blocks
+from minikv.policies.selection import in_blocks, ones
 
 BITS = 64
 """Bits of a word, an int64; the highest is its sign."""
@@ -60,7 +59,7 @@ class ScissorHands(StepPolicy):
     def _words(self) -> int:
         return -(-self.history // BITS)
 
-    def _of(self, columns: Mapping[str, Tensor]) -> list[Tensor]:
+    def _of(self, columns: Columns) -> list[Tensor]:
         """The words, the newest first."""
         return [columns[f"bits{i}"] for i in range(self._words)]
 
@@ -76,9 +75,7 @@ class ScissorHands(StepPolicy):
         columns = {f"bits{i}": word for i, word in enumerate(words)}
         return columns | {"queries": count, "lows": lows}
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         low = attention < 1.0 / visible()
         columns["lows"].add_(low)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))

@@ -52,7 +52,7 @@ class Span:
         `squares`; else they become None."""
         if view.mass is None or view.squares is None:
             return view
-        mean = view.mass.mean(1)
+        mean = view.mean
         both = torch.stack((mean, view.squares)) if squares else mean[None]
         both = torch.maximum(both, self._passed(view, both)).minimum(view.able)
         return replace(view, mass=both[0][:, None], squares=both[1] if squares else None)

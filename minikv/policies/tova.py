@@ -56,8 +56,7 @@ class TovaScorer(Scorer):
         return Evidence(observe=1, asks=True, window=int(self.protect_newest))
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
-        mean = view.mass.mean(1)
+        mean = view.mean
         return mean if self.per_head else layer_mean(mean, view.pos, len(mean), view.position)
 
     differs = (

@@ -25,7 +25,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
-from minikv.policies import rkv, steps
+from minikv.policies import base, rkv
 from minikv.policies.base import StepView
 from minikv.policies.rkv import RKV, redundancy, sums
 
@@ -288,7 +288,7 @@ def test_no_temporary_outgrows_the_block(
     keys = torch.randn(heads, wide, size, generator=g)
     seen = view(keys, torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)]), wide)
     want = redundancy(seen, 0.3)
-    monkeypatch.setattr(steps, "AT_ONCE", block)
+    monkeypatch.setattr(base, "AT_ONCE", block)
     assert heads * wide * max(wide, size) > block
     with Largest() as largest:
         got = redundancy(seen, 0.3)

@@ -14,8 +14,8 @@ from views import asked
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.policies.base import PromptView
-from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
+from minikv.policies.selection import ones
 
 
 @pytest.mark.parametrize("window", [5, 63, 64, 65, 128, 129])

@@ -31,9 +31,9 @@ from minikv.models.rope import RopeConfig
 from minikv.models.tensors import randomise
 from minikv.policies import registry
 from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.bits import ones
 from minikv.policies.hashevict import codes
 from minikv.policies.parts import GlobalBudget, LayerAllocator, PromptPolicy, smallest_budget
+from minikv.policies.selection import ones
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {
