@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from minikv.policies import selection
 from minikv.policies.counter_rng import uniform
 from minikv.policies.moments import Moments, Rotation
 from minikv.policies.repeats import Repeat, RepeatView, Wording
+
+T = TypeVar("T")
 
 ALL = 1 << 62
 """A number of observed queries that means every query of the prompt."""
@@ -74,8 +76,7 @@ class PromptView:
     asks: the prompt only asks about earlier text. ops: the kernels.
     earlier: how many of the first rows may be out of order; the others follow in order of position.
         None: all.
-    shared: results that a policy computed for an earlier layer of the prompt and reuses, by a key
-        of its choice.
+    shared: results for all layers of the prompt (`once`).
     """
 
     layer: int
@@ -143,25 +144,26 @@ class PromptView:
             len(self.mass), each, self.ops.block, lambda some: make(seen(some), some)
         )
 
-    def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """The result of `make`, computed at the first call with this key."""
-        if key not in self._found:
-            self._found[key] = make()
-        found: Tensor = self._found[key]
+    def once(self, key: object, make: Callable[[], T], *, shared: bool = False) -> T:
+        """The result of `make`, computed at the first call with this key. shared: the same for
+        other layers of the prompt."""
+        known = self.shared if shared else self._found
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
         return found
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
         `pinned` positions; which rows are free; and how many: see `divide` in
         kernels/evict/plain.py. Computed once."""
-        key = "divide", sinks, recent, pinned
-        # In a first prompt, all heads of all layers without a window hold the same rows.
-        known = self.shared if self.pos.stride(0) == 0 else self._found
-        if key not in known:
-            young = max(0, self.position - recent)
-            known[key] = self.ops.divide(self.pos, sinks, young, pinned)
-        found: tuple[Tensor, Tensor, Tensor] = known[key]
-        return found
+        young = max(0, self.position - recent)
+        return self.once(
+            ("divide", sinks, recent, pinned),
+            lambda: self.ops.divide(self.pos, sinks, young, pinned),
+            # In a first prompt, all heads of all layers without a window hold the same rows.
+            shared=self.pos.stride(0) == 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)

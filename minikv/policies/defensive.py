@@ -24,11 +24,8 @@ _QUERIES = 8  # at least this many queries are pooled at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defensive(Scorer):
-    """Worst-case attention times the value's norm; the window's own rows all stay.
-
-    sure: the rows of each head that have this share of its attention mass come before all others,
-    as in the release; at most as many as an even share of the budget.
-    """
+    """Worst-case attention times the value's norm; the window's own rows all stay. At most an even
+    share of the budget is `sure`."""
 
     name = "defensive"
     summary = "worst-case attention x value"
@@ -145,5 +142,4 @@ METHOD = Method(
     parts=(Defensive,),
     good="a question, short answer",
     paper="2510.13334",
-    second="needs recall",
 )

@@ -20,8 +20,7 @@ from minikv.policies.selection import blocks, in_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAttention(Scorer):
-    """The expected attention, mean over the group. epsilon: added to it before `value_norm`
-    multiplies it by the value's norm."""
+    """The expected attention, mean over the group."""
 
     name = "expected"
     summary = "expected attention"
@@ -48,13 +47,12 @@ class ExpectedAttention(Scorer):
         assert view.queries is not None
         assert view.rotary is not None, "the network's rotary frequencies are not known"
         rotary = view.rotary.layers[view.layer]
+        end = view.position + self.future
+        at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
+        scale = view.rotary.query_scale(at, self.future)
         key = self, id(rotary)  # the same for all layers with the same rotation
-        if key not in view.shared:
-            end = view.position + self.future
-            at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
-            scale = view.rotary.query_scale(at, self.future)
-            view.shared[key] = average_rotation(rotary.inverse, at, scale)
-        mean, covariance = view.queries.normal(view.shared[key])  # [H, G, D], [H, G, D, D]
+        turn = view.once(key, lambda: average_rotation(rotary.inverse, at, scale), shared=True)
+        mean, covariance = view.queries.normal(turn)  # [H, G, D], [H, G, D, D]
         return expected_attention(
             view.key(),
             view.pos >= max(0, self.sinks),
@@ -126,7 +124,6 @@ EXPECTED = Method(
     parts=(ExpectedAttention,),
     good="continuing a text",
     paper="2510.00636",
-    second="safe",
 )
 
 
@@ -137,6 +134,5 @@ ADA_EXPECTED = Method(
     parts=(ExpectedAttention, adakv.AdaKV),
     good="continuing a text",
     paper="2510.00636",
-    second="safe",
     preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},
 )

@@ -10,7 +10,7 @@ prompt, earlier attention counts only if the step policy has a `sum` column (h2o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,18 +28,13 @@ from minikv.policies.base import (
 )
 from minikv.policies.options import Method, option
 
-
-def _recent_share() -> Any:
-    return option(0.5, "share of a head's tokens that are the newest", (0.0, 0.95))
+_recent_share = partial(option, 0.5, "share of a head's tokens that are the newest", (0.0, 0.95))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2OScorer(Scorer):
-    """The sum over all queries of the prompt, added to the row's earlier sum.
-
-    The newest rows always stay: the share `recent_share` of each head's budget, or `window` rows if
-    that is not 0. average: divide by the number of queries that could see the row.
-    """
+    """The sum over all queries of the prompt, added to the row's earlier sum. The newest rows
+    always stay."""
 
     name = "h2o"
     summary = "attention of all queries, summed"
@@ -127,5 +122,5 @@ METHOD = Method(
     good="long answers",
     paper="2306.14048",
     state="1 sum per token",
-    second="fades",
+    again="fades",
 )

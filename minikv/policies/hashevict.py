@@ -111,5 +111,4 @@ METHOD = Method(
     paper="2412.16187",
     told="hashed similarity",
     state="1 code per token",
-    second="safe",
 )

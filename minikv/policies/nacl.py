@@ -58,8 +58,8 @@ class Proxies(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw(Selector):
-    """The best rows, and a seeded draw from the others. random: the share of rows that is drawn.
-    Draws are in proportion to the scores, or to their ranks where scores do not add up."""
+    """The best rows, and a seeded draw from the others: in proportion to their scores, or to their
+    ranks where scores do not add up."""
 
     name = "draw"
     summary = "a share of each head's tokens is drawn"
@@ -99,5 +99,4 @@ METHOD = Method(
     parts=(Proxies, Draw),
     good="comparisons",
     paper="2408.03675",
-    second="needs recall",
 )

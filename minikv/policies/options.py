@@ -103,7 +103,7 @@ class Method:
     paper: str  # arXiv number or "baseline"
     told: str = "-"
     state: str = "-"  # what is stored per row beyond k, v, position
-    second: str  # how a second question is answered
+    again: str = ""  # how a second question is answered, if not as the scorer's evidence says
     preset: Mapping[str, Value] = field(default_factory=dict)
     decode: str = ""
 
@@ -112,6 +112,12 @@ class Method:
         """When it evicts."""
         times = (("prompt", self.parts), ("step", self.rule))
         return " + ".join(time for time, evicts in times if evicts) or "never"
+
+    @property
+    def second(self) -> str:
+        """How a second question is answered."""
+        asks = bool(self.parts) and self.parts[0]().evidence.asks
+        return self.again or ("needs recall" if asks else "safe")
 
     @property
     def scores(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from minikv.policies.span import Span
 from minikv.policies.turns import Turns
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """The rows of a layer that compete for the rest of its budget: those that are free bool [H, N],
     with scores float32 [H, N]. counted int64 [H]: how many these are, if known."""
@@ -29,14 +30,11 @@ class Candidates:
     scores: Tensor
     free: Tensor
     counted: Tensor | None = None
-    _found: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def key(self) -> Tensor:
-        """int64 [H, N]: the rows' `order_key`. Computed once."""
-        if "key" not in self._found:
-            self._found["key"] = self.view.ops.order_key(self.scores, self.view.pos, self.free)
-        return self._found["key"]
+        """int64 [H, N]: the rows' `order_key`."""
+        return self.view.ops.order_key(self.scores, self.view.pos, self.free)
 
     def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
         """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
@@ -157,7 +155,7 @@ class Reweighter(ABC):
 class PromptPolicy:
     """A method that evicts at the end of every prompt, made of one part for each question, in a
     field of its `axis`. Raises UsageError for parts that cannot be combined; which names cannot is
-    for `composition`."""
+    for `registry`."""
 
     name: str
     scorer: Scorer

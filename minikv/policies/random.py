@@ -55,5 +55,4 @@ METHOD = Method(
     rule=Random,
     good="comparisons",
     paper="baseline",
-    second="safe",
 )

@@ -171,5 +171,5 @@ METHOD = Method(
     paper="2505.24133",
     told="attention - redundancy",
     state="a number per query of the window",
-    second="fades",
+    again="fades",
 )

@@ -27,10 +27,7 @@ from minikv.policies.selection import pool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoCo(StepPolicy):
-    """scope: the share of a head's cap for the rows whose attention varies most; these stay.
-    scope_prompt: the same while a prompt is read in blocks. pool: a prompt's row starts with the
-    largest means among this many neighbours by position (odd; 1: its own). lead: attention from a
-    prompt's query counts this many times as much as from an answer's."""
+    """Of the rows whose attention is steady, the one with the lowest mean leaves."""
 
     sinks: int = options.sinks()
     recent: int = options.recent(low=1)
@@ -134,5 +131,5 @@ METHOD = Method(
     paper="2402.06262",
     told="mean and std of attention",
     state="2 sums and 1 count per token",
-    second="fades",
+    again="fades",
 )

@@ -168,5 +168,5 @@ METHOD = Method(
     paper="2305.17118",
     told="below-uniform count",
     state="a bit per query of the window",
-    second="fades",
+    again="fades",
 )

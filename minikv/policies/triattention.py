@@ -130,5 +130,5 @@ METHOD = Method(
     paper="2604.04921",
     told="mean query at later distances",
     state="mean queries per head",
-    second="fades",
+    again="fades",
 )

@@ -107,5 +107,5 @@ METHOD = Method(
     paper="2606.03928",
     told="value's range, then a draw",
     state="1 sum per token",
-    second="fades",
+    again="fades",
 )

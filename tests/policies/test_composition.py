@@ -11,7 +11,7 @@ from views import build, choose, random_mass, view
 
 from minikv import policies
 from minikv.errors import UsageError
-from minikv.policies.composition import check_name
+from minikv.policies.registry import check_name
 
 
 @pytest.mark.parametrize(
