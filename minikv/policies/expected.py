@@ -45,14 +45,17 @@ class ExpectedAttention(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
-        assert view.rotary is not None, "the network's rotary frequencies are not known"
-        rotary = view.rotary.layers[view.layer]
-        end = view.position + self.future
-        at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
-        scale = view.rotary.query_scale(at, self.future)
+        rotation = view.rotary
+        assert rotation is not None, "the network's rotary frequencies are not known"
+        rotary = rotation.layers[view.layer]
+
+        def turn() -> Tensor:
+            end = view.position + self.future
+            at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
+            return average_rotation(rotary.inverse, at, rotation.query_scale(at, self.future))
+
         key = self, id(rotary)  # the same for all layers with the same rotation
-        turn = view.once(key, lambda: average_rotation(rotary.inverse, at, scale), shared=True)
-        mean, covariance = view.queries.normal(turn)  # [H, G, D], [H, G, D, D]
+        mean, covariance = view.queries.normal(view.once(key, turn, shared=True))
         return expected_attention(
             view.key(),
             view.pos >= max(0, self.sinks),

@@ -42,6 +42,25 @@ def order_of(pos: Tensor) -> Tensor:
     return pos.sort(dim=1, stable=True).indices if pos.numel() else torch.empty_like(pos)
 
 
+def in_order(x: Tensor, order: Tensor) -> Tensor:
+    """x [..., H, N] with its first B rows in the `order` int64 [H, B]; the others follow."""
+    early = order.shape[1]
+    if not early:
+        return x
+    first = x[..., :early].gather(-1, order.expand(*x.shape[:-1], early))
+    return torch.cat((first, x[..., early:]), -1)
+
+
+def out_of_order(x: Tensor, order: Tensor) -> Tensor:
+    """The x that `in_order` changed to this one."""
+    early = order.shape[1]
+    if not early:
+        return x
+    first = torch.empty_like(x[..., :early])
+    first.scatter_(-1, order.expand_as(first), x[..., :early])
+    return torch.cat((first, x[..., early:]), -1)
+
+
 def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     """float32 [H, N] in (0, 1]: the share of the head's free rows that are no better than this row.
 
@@ -85,16 +104,9 @@ def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> 
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
     # Neighbours are meant in the text, but decode steps leave the rows in any order.
-    line = scores.masked_fill(~free, -torch.inf if how == "max" else 0.0)
-    early = order.shape[1]
-    order = order.expand(*scores.shape[:-1], early)
-    if early:
-        line = torch.cat((line[..., :early].gather(-1, order), line[..., early:]), -1)
+    line = in_order(scores.masked_fill(~free, -torch.inf if how == "max" else 0.0), order)
     pooled = F.max_pool1d if how == "max" else F.avg_pool1d
-    line = pooled(line, kernel, 1, kernel // 2)
-    if early:
-        first = torch.empty_like(line[..., :early]).scatter_(-1, order, line[..., :early])
-        line = torch.cat((first, line[..., early:]), -1)
+    line = out_of_order(pooled(line, kernel, 1, kernel // 2), order)
     return line.masked_fill(~free, -torch.inf)
 
 
