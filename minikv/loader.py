@@ -62,7 +62,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.store import Store, cache_folder
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
-    from minikv.engine.warmup import compiles, remarks, warm
+    from minikv.engine.warmup import warm
+    from minikv.kernels.native import build as native
     from minikv.models import free_memory, load
     from minikv.models.identity import digests
     from minikv.models.weights import packed_forms
@@ -73,17 +74,15 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         threads.use(settings.threads)
     rules = eviction.rules()
 
-    def announce(device: torch.device) -> None:
-        """Call `progress.kernels` if the C kernels must be compiled."""
-        if progress is not None and compiles(device, settings.kernels):
-            for line in remarks(device, settings.kernels):
+    def announce() -> None:
+        """Call `progress.kernels` if the C kernels of a CPU must still be compiled, once per
+        machine."""
+        if progress is not None and settings.kernels == "auto" and native.compiles():
+            for line in native.remarks():
                 progress.say(line)
             progress.kernels()
 
-    def first() -> None:
-        announce(torch.device("cpu"))
-
-    packing = packing_of(settings.kernels, first)  # used only for a CPU
+    packing = packing_of(settings.kernels, announce)  # used only for a CPU
     began = perf_counter()
     loaded = load(
         settings.model,
@@ -97,7 +96,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     )
     load_s = perf_counter() - began
     config, network, own = loaded.config, loaded.network, loaded.config.own
-    announce(network.device)
+    cuda = network.device.type == "cuda"
+    if not cuda:
+        announce()
     kv = KVCache(
         shape_of(config),
         rules,
@@ -119,7 +120,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             warm(kv, network)
         if kv.ops.name != "triton":
             network.use(None)
-    cuda = network.device.type == "cuda"
     recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
     if settings.remember != "off":
         # Computed now, because the files may be replaced while the chat is open.

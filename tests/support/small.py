@@ -19,7 +19,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.capture import Capture
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels import lowest
@@ -179,7 +179,7 @@ def engine(
     prompt: str = "full",
     step: str = "none",
     budget: int | str | None = 64,
-    capture: Capture | str | None = "auto",
+    capture: Eager | str | None = "auto",
     **more: Any,
 ) -> Engine:
     """capture: see `Engine`. more: as of `scheduler`."""
