@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 from small import engine, ids, network
-from views import build
+from views import build, kept
 
 from minikv import policies
 from minikv.errors import UsageError
 from minikv.policies.parts import GlobalBudget
-
-SCORERS = [name for name in policies.prompt_names() if len(policies.find(name).parts) == 1]
 
 
 def test_a_prompt_below_the_budget_keeps_everything_whatever_is_observed() -> None:
@@ -40,7 +38,5 @@ def test_the_ends_of_turns_leave_after_all_others() -> None:
     run = engine(network(), "tova+global+turns", "none", 30, prompt_options={"edge": 4})
     run.prompt(ids(90))
     edges = {*range(4), *range(86, 90)}
-    for layer in range(3):
-        for head in range(3):
-            assert edges <= set(run.kv.kept(layer, head).tolist())
+    assert all(edges <= {*rows} for rows in kept(run.kv))
     assert int(run.kv.arena.held.sum()) == 30 * 9

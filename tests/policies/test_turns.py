@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from small import engine, ids, network
-from views import build, view
+from views import build, kept, view
 
 
 def test_the_ends_of_turns_are_preferred() -> None:
@@ -17,14 +17,10 @@ def test_the_ends_of_turns_are_preferred() -> None:
         begins.append(run.kv.position)
         run.prompt(ids(90, seed=turn))
         run.step(1)
-    ends = [b + 90 for b in begins]
-    for layer in range(3):
-        for head in range(3):
-            held = set(run.kv.kept(layer, head).tolist())
-            assert len(held) == 81
-            for begin, end in zip(begins, ends, strict=True):
-                assert set(range(begin, begin + 5)) <= held
-                assert set(range(end - 5, end)) <= held
+    edges = {at + i for begin in begins for at in (begin, begin + 85) for i in range(5)}
+    for rows in kept(run.kv):
+        assert len(rows) == 81
+        assert edges <= {*rows}
 
 
 @pytest.mark.parametrize("step", ["roco", "tova", "hashevict", "streaming"])
@@ -36,9 +32,7 @@ def test_the_ends_of_turns_stay_while_an_answer_is_written(step: str) -> None:
         for token in range(30):
             run.step(token)
     edges = {*range(5), *range(85, 90), *range(120, 125), *range(205, 210)}
-    for layer in range(3):
-        for head in range(3):
-            assert edges <= set(run.kv.kept(layer, head).tolist())
+    assert all(edges <= {*rows} for rows in kept(run.kv))
 
 
 def test_the_ends_of_turns_give_way_where_nothing_else_is_left() -> None:
@@ -46,14 +40,14 @@ def test_the_ends_of_turns_give_way_where_nothing_else_is_left() -> None:
     run.prompt(ids(300))
     for token in range(60):
         run.step(token)
-    assert {len(run.kv.kept(i, h)) for i in range(3) for h in range(3)} <= {40, 41}
+    assert {*map(len, kept(run.kv))} <= {40, 41}
 
 
 def test_preferred_rows_do_not_break_a_small_budget() -> None:
     run = engine(network(), "adakv+turns", "none", 20, prompt_options={"edge": 30, "window": 8})
     run.prompt(ids(200))
-    for layer in range(3):
-        assert sum(len(run.kv.kept(layer, h)) for h in range(3)) == 60
+    sizes = torch.tensor([*map(len, kept(run.kv))]).view(3, 3)
+    assert sizes.sum(1).tolist() == [60] * 3
 
 
 @pytest.mark.parametrize("pinned", [0, 2])
@@ -62,5 +56,5 @@ def test_no_head_is_left_nothing_beside_what_is_preferred(pinned: int) -> None:
     mass = torch.zeros(2, 1, 12)
     mass[0] = 1.0
     made = build("tova+ada+turns", {"alpha": 0.0, "protect_newest": False, "per_head": True})
-    kept = made.keep(view(mass), 4 + 2 * pinned, pinned, 1)
-    assert kept.sum(1).tolist() == [3 + pinned, 1 + pinned]
+    stays = made.keep(view(mass), 4 + 2 * pinned, pinned, 1)
+    assert stays.sum(1).tolist() == [3 + pinned, 1 + pinned]
