@@ -295,28 +295,6 @@ def test_packing_chooses_once_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("given", "says", "hint"),
-    [
-        ({"temperature": 1}, "has no argument 'temperature'", "chat.ask(..., temperature=...)"),
-        ({"windo": 1}, "no policy has such an option", "did you mean window"),
-        ({"polici": 1}, "no policy has such an option", "did you mean policy or"),
-        ({"zzzzzz": 1}, "no policy has such an option", "it takes: model, revision"),
-        ({"budget": True}, "must be a whole number or a text", "20%"),
-        ({"budget": [512]}, "must be a whole number or a text", "20%"),
-        ({"quality": 0.1}, "`quality` is gone: choose `budget`", ""),
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_is_told_where_it_belongs(
-    given: dict[str, Any], says: str, hint: str
-) -> None:
-    with pytest.raises(UsageError) as refused:
-        settings_from(**given)
-    assert says in str(refused.value)
-    assert hint in refused.value.hint
-
-
 def test_fields_of_settings_and_options_of_every_policy_are_arguments(tmp_path: Path) -> None:
     """Of prompt policies, of step policies, and of parts that no method has."""
     options = dict.fromkeys(["window", "alpha", "history", "edge", "buffer"], 3)
