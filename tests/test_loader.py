@@ -171,19 +171,21 @@ def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
 
 @pytest.mark.parametrize("heard", [True, False])
 @pytest.mark.parametrize(
-    ("weights", "compiles", "remarks", "told"),
+    ("kernels", "weights", "compiles", "remarks", "told"),
     [
-        ("auto", False, [], ["weights"]),
-        ("auto", True, [], ["weights", "kernels"]),
-        ("auto", True, ["one", "two"], ["weights", "one", "two", "kernels"]),
-        ("int8", False, [], ["weights"]),
-        ("int8", True, [], ["weights", "kernels", "weights", "kernels"]),
+        ("auto", "auto", False, [], ["weights"]),
+        ("auto", "auto", True, [], ["weights", "kernels"]),
+        ("auto", "auto", True, ["one", "two"], ["weights", "one", "two", "kernels"]),
+        ("auto", "int8", False, [], ["weights"]),
+        ("auto", "int8", True, [], ["weights", "kernels", "weights", "kernels"]),
+        ("torch", "auto", True, ["one"], ["weights"]),
     ],
 )
 def test_a_compilation_is_announced(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     heard: bool,
+    kernels: str,
     weights: str,
     compiles: bool,
     remarks: list[str],
@@ -195,7 +197,8 @@ def test_a_compilation_is_announced(
     monkeypatch.setattr(native, "remarks", lambda: remarks)
     monkeypatch.setattr(linear, "lacks", lambda form: "")
     progress = Progress()
-    chat = build(Settings(model=str(folder), weights=weights), progress if heard else None)
+    asked = Settings(model=str(folder), weights=weights, kernels=kernels)
+    chat = build(asked, progress if heard else None)
     assert progress.told == (told if heard else [])
     if weights == "int8":
         assert (chat.facts.form, chat.facts.dtype) == ("int8", "bfloat16")

@@ -46,20 +46,28 @@ def test_the_names_of_a_flag_are_of_methods_that_it_can_use() -> None:
     assert "scorer" not in {part.axis for part in map(registry.part, registry.OTHER_PARTS)}
 
 
-SHAPES = {
-    "full": "-",
-    "roco": "each head's own cap",
-    "snapkv": "uniform",
-    "pyramidkv": "per layer",
-    "adakv": "per head",
-    "ada-pyramid": "per layer and per head",
-    "global-span": "one for all layers and heads",
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_how_a_budget_is_divided(name: str) -> None:
-    assert find(name, step=name == "roco").shape == SHAPES[name]
+@pytest.mark.parametrize(
+    ("name", "shape", "second"),
+    [
+        ("full", "-", "safe"),
+        ("roco", "each head's own cap", "fades"),
+        ("snapkv", "uniform", "needs recall"),
+        ("h2o", "uniform", "fades"),
+        ("l2", "uniform", "safe"),
+        ("pyramidkv", "per layer", "needs recall"),
+        ("l2+pyramid", "per layer", "safe"),
+        ("adakv", "per head", "needs recall"),
+        ("h2o+ada", "per head", "fades"),
+        ("ada-pyramid", "per layer and per head", "needs recall"),
+        ("global-span", "one for all layers and heads", "needs recall"),
+        ("kvzip", "one for all layers and heads", "safe"),
+    ],
+)
+def test_how_a_budget_is_divided_and_a_second_question_answered(
+    name: str, shape: str, second: str
+) -> None:
+    info = find(name, step=name == "roco")
+    assert (info.shape, info.second) == (shape, second)
 
 
 def classes() -> list[Any]:
