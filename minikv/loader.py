@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from os import PathLike, fspath
 from time import perf_counter
@@ -23,20 +24,15 @@ if TYPE_CHECKING:
     from minikv.cache.stats import Shape
     from minikv.chat.session import ChatSession
     from minikv.models.config import ModelConfig
+    from minikv.models.hub import Progress
     from minikv.models.linear import Packing
     from minikv.models.llama import Llama
 
+    class LoadProgress(Progress, Protocol):
+        """Shows the progress of loading."""
 
-class LoadProgress(Protocol):
-    """Shows the progress of loading: the methods of `minikv.models.hub.Progress`, and `kernels`."""
-
-    def planned(self, files: int, size: int, free: int | None) -> None: ...
-    def download(self, done: int, total: int) -> None: ...
-    def weights(self, done: int, total: int) -> None: ...
-    def say(self, line: str) -> None: ...
-    def kernels(self) -> None:
-        """Called before the C kernels are compiled, which takes seconds."""
-        ...
+        def kernels(self) -> None:
+            """Called before the C kernels are compiled, which takes seconds."""
 
 
 def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSession:
@@ -220,14 +216,7 @@ def shape_of(config: ModelConfig) -> Shape:
     """The sizes of a model that a cache must know."""
     from minikv.cache.stats import Shape
 
-    return Shape(
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        heads=config.heads,
-        head_dim=config.head_dim,
-        windows=config.windows,
-        max_context=config.max_context,
-    )
+    return Shape(**{one.name: getattr(config, one.name) for one in fields(Shape)})
 
 
 def prompt_rows(*, cuda: bool, head_dim: int) -> int | None:

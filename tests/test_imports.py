@@ -24,7 +24,7 @@ PACKAGES = {name: ROOT / name for name in ("minikv", "models", "kernels", "cli")
 EXCEPTIONS = {
     *(
         ("minikv/loader.py", f"minikv.models{name}")
-        for name in ("", ".config", ".identity", ".linear", ".llama", ".weights")
+        for name in ("", ".config", ".hub", ".identity", ".linear", ".llama", ".weights")
     ),
     ("minikv/__main__.py", "minikv.cli.__main__"),  # the command, by another name
 }

@@ -203,17 +203,8 @@ class DecodeLoop:
         if sampling.temperature == 0.0:
             greedy(logits, *written)
         else:
-            sample(
-                logits,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                self._draws,
-                self._first_draw,
-                decode.eviction.position,
-                *written,
-            )
+            drawn = self._draws, self._first_draw, decode.eviction.position
+            sample(logits, *sampling.filters, *drawn, *written)
         if sampling.penalizes:
             self._recent.copy_(torch.cat((self._recent[1:], self._token)))
 
