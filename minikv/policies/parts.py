@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import selection
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
 from minikv.policies.span import Span
 from minikv.policies.turns import Turns
+
+_SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
 
 
 @dataclass(frozen=True)
@@ -234,10 +235,11 @@ class PromptPolicy:
         sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
         rows = Candidates(view, self.scorer, self.scores(view, free), free, have)
         sure = rows.best((least - own).clamp(min=0), least, also=sure)
-        preferred = None
+        key, young = rows.key, view.pos.clamp(min=0)
         if self.prefer is not None:
             preferred = self.prefer.prefers(view.pos, view.turns) & free
-        return selection.tiered_key(rows.key, view.pos, sure, preferred)
+            key = torch.where(preferred, _PREFERRED | young, key)
+        return torch.where(sure, _SURE | young, key)
 
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:

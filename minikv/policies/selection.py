@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
-_SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
 
 
 def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
@@ -81,15 +80,6 @@ def exact(alpha: float) -> Fraction:
     """The decimal number as a fraction; if it has too many digits for 64-bit arithmetic, a fraction
     less than 10^-7 away."""
     return Fraction(str(alpha)).limit_denominator(_FINEST)
-
-
-def tiered_key(key: Tensor, pos: Tensor, sure: Tensor, preferred: Tensor | None) -> Tensor:
-    """Raise the `order_key` int64 [H, N] of some rows: those that are `sure` to stay above all
-    others, then those that are `preferred` above the rest; both bool [H, N]."""
-    young = pos.clamp(min=0)
-    if preferred is not None:
-        key = torch.where(preferred, _PREFERRED | young, key)
-    return torch.where(sure, _SURE | young, key)
 
 
 def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
