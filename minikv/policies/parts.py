@@ -6,6 +6,7 @@ question.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from minikv.errors import UsageError
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
+from minikv.policies.options import option
 from minikv.policies.span import Span
-from minikv.policies.turns import Turns
 
 _SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
 
@@ -150,6 +151,28 @@ class Reweighter(ABC):
     @abstractmethod
     def select(self, rows: Candidates, counts: Tensor, most: int, selector: Selector) -> Tensor:
         """As `Selector.select`; it passes the new scores to `selector`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The first `edge` and the last `edge` rows of each prompt leave after all others, both after a
+    prompt and while an answer is written. They contain the question and the beginning of a
+    document, which a later question may need although no scorer can know."""
+
+    axis = "prefer"
+    name = "turns"
+    summary = "the ends of every turn"
+    differs: ClassVar[tuple[str, ...]] = ()
+
+    edge: int = option(8, "tokens at either end of a turn", (1, 4096))
+
+    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
+        """bool, of the shape of pos int64: which rows these are. turns: see `PromptView`."""
+        found = torch.zeros_like(pos, dtype=torch.bool)
+        for begin, end in turns:
+            inside = (pos >= begin) & (pos < end)
+            found |= inside & ((pos < begin + self.edge) | (pos >= end - self.edge))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,6 +53,7 @@ FILES = {
     "global": "parts",
     "global-span": "global_span",
     "uniform": "parts",
+    "turns": "parts",
 }
 """The file of this package in which a name is declared, where the file has another name."""
 
