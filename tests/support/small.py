@@ -19,7 +19,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.capture import Capture
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels import lowest
@@ -31,9 +31,9 @@ from minikv.models.rope import RopeConfig
 from minikv.models.tensors import randomise
 from minikv.policies import registry
 from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.bits import ones
 from minikv.policies.hashevict import codes
 from minikv.policies.parts import GlobalBudget, LayerAllocator, PromptPolicy, smallest_budget
+from minikv.policies.selection import ones
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {
@@ -179,7 +179,7 @@ def engine(
     prompt: str = "full",
     step: str = "none",
     budget: int | str | None = 64,
-    capture: Capture | str | None = "auto",
+    capture: Eager | str | None = "auto",
     **more: Any,
 ) -> Engine:
     """capture: see `Engine`. more: as of `scheduler`."""

@@ -9,7 +9,7 @@ from small import VOCAB, engine, ids, network
 from tape import Tape
 
 from minikv import policies
-from minikv.engine.capture import Capture
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels.dispatch import Kernels
@@ -21,7 +21,7 @@ STEPS = [name for name in policies.step_names() if name != "none"]
 
 @dataclass
 class Pair:
-    """`there` steps through a `Capture`, `here` through the scheduler; both must always agree."""
+    """`there` steps through an `Eager`, `here` through the scheduler; both must always agree."""
 
     here: Engine
     there: Engine
@@ -70,7 +70,7 @@ class Pair:
 
 
 def pair(
-    capture: Capture,
+    capture: Eager,
     prompt: str = "full",
     step: str = "none",
     budget: int | None = None,

@@ -92,6 +92,22 @@ def kept(kv: KVCache) -> list[list[int]]:
     return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
 
 
+def read(kv: KVCache, query: Tensor, key: Tensor, lo: int, hi: int) -> None:
+    """The rows lo to hi - 1 as a prompt: query [L, N, H * G, D]; key [L, N, H, D], and as value."""
+    kv.begin(hi - lo)
+    for layer in range(len(key)):
+        kv.attend(layer, *(x[layer, lo:hi] for x in (query, key, key)))
+    kv.end(hi - lo)
+
+
+def write(kv: KVCache, query: Tensor, key: Tensor, lo: int, hi: int) -> None:
+    """The same rows as an answer."""
+    for at in range(lo, hi):
+        for layer in range(len(key)):
+            kv.attend(layer, *(x[layer, at : at + 1] for x in (query, key, key)))
+        kv.end(1)
+
+
 def random_mass(heads: int = 3, group: int = 2, rows: int = 120, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(heads, group, rows, generator=generator) ** 6
