@@ -53,12 +53,10 @@ def test_random_texts(kind: str, part: float) -> None:
 
 @pytest.mark.parametrize("kind", BY_DAY)
 def test_random_ids(kind: str, part: float) -> None:
-    text_of = loaded.tokenizer(*KINDS[kind])
-    rng = random.Random(12)
-    low, high = -5, text_of.vocab + 500
+    text_of, rng = loaded.tokenizer(*KINDS[kind]), random.Random(12)
     for _ in range(drawn(part)):
         ids = [
-            rng.choice([rng.randrange(low, high), rng.randrange(0, 1300)])
+            rng.choice([rng.randrange(-5, text_of.vocab + 500), rng.randrange(0, 1300)])
             for _ in range(rng.randrange(12))
         ]
         deltas = streamed(text_of, ids)

@@ -21,6 +21,7 @@ import pytest
 import tokenizers
 import vocabularies as v
 from jinja2.exceptions import TemplateError
+from loaded import turns
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -80,12 +81,6 @@ def theirs(make: Callable[..., dict[str, Any]], of: Any, **named: str) -> PreTra
 
     backend = tokenizers.Tokenizer.from_str(json.dumps(make(of)))
     return PreTrainedTokenizerFast(tokenizer_object=backend, **named)
-
-
-def turns(*texts: str, system: str | None = None) -> list[Message]:
-    """Questions and answers, perhaps after a system prompt."""
-    said = [Message(("user", "assistant")[n % 2], text) for n, text in enumerate(texts)]
-    return said if system is None else [Message("system", system), *said]
 
 
 def random_chat(rng: random.Random, system: bool = True, strip: bool = False) -> list[Message]:
