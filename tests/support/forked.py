@@ -30,20 +30,9 @@ from terminals import Terminals
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    [
-        "torch",
-        "prompt_toolkit",
-        "minikv.cli.main",
-        "minikv.cli.chat.command",
-        "minikv.cli.chat.ask",
-        "minikv.cli.screen.markdown",
-        "minikv.cli.export.facts",
-        "minikv.models",
-        "minikv.engine.engine",
-        "minikv.cache.kv_cache",
-        "minikv.chat.session",
-        "minikv.cache.snapshot",
-    ]
+    """torch prompt_toolkit minikv.cli.main minikv.cli.chat.command minikv.cli.chat.ask
+    minikv.cli.screen.markdown minikv.cli.export.facts minikv.models minikv.engine.engine
+    minikv.cache.kv_cache minikv.chat.session minikv.cache.snapshot""".split()
 )
 Presses = Mapping[tuple[str, int], int]
 """How often Ctrl-C is pressed at which moment: ("load", 1), ("chunk", 2) or ("token", 5) is the

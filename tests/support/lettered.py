@@ -55,12 +55,6 @@ def over(
     """A session over a network of bytes; its memory is born full of NaN."""
     cache = small.over(net, eviction.rules(), kv=kv)
     tokenizer = ByteTokenizer()
-    return chat_over(
-        Engine(net, cache, capture),
-        tokenizer,
-        ChatML(tokenizer),
-        max_context=net.config.max_context,
-        eviction=eviction,
-        recall=Recall(cache, tier, tier_dtype),
-        **given,
-    )
+    given |= {"max_context": net.config.max_context, "recall": Recall(cache, tier, tier_dtype)}
+    engine, template = Engine(net, cache, capture), ChatML(tokenizer)
+    return chat_over(engine, tokenizer, template, eviction=eviction, **given)
