@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -101,9 +102,7 @@ def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fails", ["", "body", "end"])
-def test_a_capture_that_fails_leaves_torch_able_to_go_on(
-    fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_leaves_torch_able_to_go_on(fails: str, monkeypatch: Any) -> None:
     """Without a device: what torch is asked for, in which order; the first error is told."""
     asked: list[str] = []
 
@@ -150,9 +149,7 @@ def test_a_capture_that_fails_leaves_torch_able_to_go_on(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_turn_is_recorded_anew_only_where_addresses_are(
-    keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_is_recorded_anew_only_where_addresses_are(keeps: bool, monkeypatch: Any) -> None:
     """A prompt is written to an arena of its own, and until then a chat can go back to the old one.
     On a GPU the first step then moves its rows to the place of the old ones, so that a graph holds
     for the whole chat; elsewhere nobody holds addresses."""
@@ -259,9 +256,7 @@ def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
         (_raise(RuntimeError("no such\nthing")), RuntimeError),
     ],
 )
-def test_a_step_that_fails_drops_the_cache(
-    step: str, call: int, fault: Callable[[], None] | None, error: type[BaseException]
-) -> None:
+def test_a_step_that_fails_drops_the_cache(step: str, call: int, fault: Any, error: Any) -> None:
     """Also one that was launched ahead. The tokens before it are those of single steps, and the
     cache serves the next prompt as a new one does."""
     run, net = faulty(step)
@@ -328,9 +323,7 @@ def test_an_interrupt_at_any_line_counts_tokens_or_drops_the_cache(step: str, pa
     assert dropped
 
 
-def test_an_error_while_random_numbers_are_sent_leaves_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_while_random_numbers_are_sent_leaves_none(monkeypatch: Any) -> None:
     """What is drawn after the conversation was read again is what a new one draws."""
     run, other = (pair(Eager(), "full", "h2o", 24, sampling=Sampling(1.0)) for _ in "ab")
     made = torch.tensor

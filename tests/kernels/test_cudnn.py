@@ -5,6 +5,7 @@ tests/gpu/smoke.py has the libraries themselves."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> tupl
 
 @pytest.mark.parametrize("rows", [4, 5, 8, 9, 12, 23])
 @pytest.mark.parametrize("earlier", [0, 3, 4, 16, 29])
-def test_every_query_sees_its_rows(
-    monkeypatch: pytest.MonkeyPatch, rows: int, earlier: int
-) -> None:
+def test_every_query_sees_its_rows(monkeypatch: Any, rows: int, earlier: int) -> None:
     """Blocks of 8 and 4. Behind a recall the rows before a chunk may be any number."""
 
     def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:

@@ -124,9 +124,7 @@ def test_a_budget_of_a_sixteenth_keeps_the_answers(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start", [(), ("--start", str(BUNDLED))])
-def test_the_training_makes_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: tuple[str, ...]
-) -> None:
+def test_the_training_makes_a_model(tmp_path: Path, monkeypatch: Any, start: Any) -> None:
     """One step in this process, of a new model or the bundled one, and its exam. The vocabulary is
     learned from documents of a tenth the length, which takes a tenth of the time."""
     document, questions = world.document, world.questions

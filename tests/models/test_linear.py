@@ -470,9 +470,7 @@ assert linear.lacks("int4") == "" == linear.lacks("int8")
     assert run.code == 0, run.err
 
 
-def test_two_threads_leave_the_products_of_torch_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_threads_leave_the_products_of_torch_as_they_were(monkeypatch: Any) -> None:
     monkeypatch.setattr(linear, "has_tiles", lambda: False)
     before = torch._C._get_mkldnn_enabled()
     matrix, x = linear.Plain(torch.randn(512, 256).bfloat16()), torch.randn(1, 256).bfloat16()

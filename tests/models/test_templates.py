@@ -213,9 +213,7 @@ def test_following_survives_what_a_template_trims() -> None:
     assert tokenizer.decode(found) == "user\n\nrassistant\n\n"
 
 
-def test_no_text_is_searched_for_the_parts_of_no_control_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_text_is_searched_for_the_parts_of_no_control_token(monkeypatch: Any) -> None:
     """A document has a million characters."""
     monkeypatch.setattr(templates, "bisect_right", None)
     assert templates._Shield(TokenSearch([])).hide(" a document ") == " a document "
@@ -383,9 +381,7 @@ NO_TEXT = (
     ],
     ids=["each part", "unless system", "no text", "text"],
 )
-def test_contents_are_lists_of_parts_where_a_template_takes_them_so(
-    roles: set[str], body: str
-) -> None:
+def test_contents_are_lists_of_parts_where_a_template_takes_them_so(roles: Any, body: str) -> None:
     """transformers renders what a caller gives it in the right form."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -733,9 +729,7 @@ def test_a_text_may_have_four_million_characters_and_some_more() -> None:
         render(source.replace("COUNT", "66"), "t", {})
 
 
-def test_the_next_rendering_is_none_the_worse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_rendering_is_none_the_worse(tmp_path: Path, monkeypatch: Any) -> None:
     given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.1)
     for name in ("nested loops", "output"):
         with pytest.raises(CorruptModel, match="was stopped"):
@@ -769,9 +763,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | N
     return in_place
 
 
-def test_it_imports_from_where_this_process_does(
-    python: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_imports_from_where_this_process_does(python: Any, monkeypatch: Any) -> None:
     """A Python without site-packages, as where packages are in PYTHONPATH."""
     bare = python(f'exec {sys.executable} -S "$@"')
     assert bare.ask({"source": "{{ 1 + 1 }}", "data": {}})[1] == "2"

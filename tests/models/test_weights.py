@@ -501,9 +501,7 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     assert (weights.free_memory(torch.device("cpu")) or 0) > 2**20
 
 
-def test_free_memory_of_a_gpu_and_of_a_system_without_meminfo(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_free_memory_of_a_gpu_and_of_a_system_without_meminfo(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 80 << 30))
     assert weights.free_memory(torch.device("cuda")) == 5 << 30
     monkeypatch.setattr(weights, "_cgroup_free", lambda root: None)

@@ -170,9 +170,7 @@ def test_strides(way: native.Prefill) -> None:
 
 
 @ways
-def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(
-    way: native.Prefill,
-) -> None:
+def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(way: Any) -> None:
     q, k, v = make(4, 3, 170, 310, 64, seed=6)
     found = []
     for threads in (1, 2, 5):
@@ -190,9 +188,7 @@ def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(
 
 @ways
 @pytest.mark.parametrize("what", ["float16", "mixed", "size", "wide", "turned", "none", "library"])
-def test_torch_takes_the_rest_of_rows(
-    way: native.Prefill, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_takes_the_rest_of_rows(way: native.Prefill, what: str, monkeypatch: Any) -> None:
     q, k, v = make(2, 3, 20, 30, {"size": 40, "wide": 272}.get(what, 64))
     if what == "float16":
         q, k, v = q.half(), k.half(), v.half()
@@ -322,9 +318,7 @@ def parts_of(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pai
         ((2, 3, 7, 256), 8),
     ],
 )
-def test_parts_are_joined(
-    form: Form, dtype: torch.dtype, shape: Any, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_joined(form: Form, dtype: Any, shape: Any, count: int, monkeypatch: Any) -> None:
     if form.by == "c" and dtype != torch.float16:
         monkeypatch.setattr(twin, "merge", None)
     parts = parts_of(count, shape, dtype)

@@ -175,9 +175,7 @@ def same(one: KVCache, two: KVCache) -> None:
             assert torch.equal(column[rows], b.columns[name][rows]), name
 
 
-def test_large_weights_are_read_in_several_calls(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_are_read_in_several_calls(calls: list[int], monkeypatch: Any) -> None:
     net = network(count=5)
     want = told(cached(net, way="rest"))
     net.use(cached(net).kv.ops)

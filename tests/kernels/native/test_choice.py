@@ -95,9 +95,7 @@ REFUSED = "Linux refuses this process the tiles (AMX) of the processor"
 
 
 @needs_compiler
-def test_without_threads_torch_reads_prompts_in_place_of_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_threads_torch_reads_prompts_in_place_of_tiles(monkeypatch: Any) -> None:
     monkeypatch.setattr(product, "threads", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     ops = dispatch.in_c("amx")
