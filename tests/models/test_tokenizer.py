@@ -737,8 +737,15 @@ def _prepends(text: str) -> dict[str, Any]:
     return {"type": "Prepend", "prepend": text}
 
 
-def _tokens(*texts: str) -> list[dict[str, Any]]:
-    return [{"id": 1064 + i, "content": text, "special": True} for i, text in enumerate(texts)]
+def _tokens(*texts: str) -> dict[str, Any]:
+    listed = enumerate(texts, 1064)
+    return {"added_tokens": [{"id": id, "content": text, "special": True} for id, text in listed]}
+
+
+def _merging(prefix: str, *merges: Any, **model: Any) -> dict[str, Any]:
+    """Pieces that continue a word have a prefix."""
+    own = {"continuing_subword_prefix": prefix, "merges": [*merges]}
+    return {"model": first(1000)["model"] | own | model}
 
 
 def _charsmap(*texts: str) -> str:
@@ -753,7 +760,8 @@ def _steps(step: dict[str, Any], times: int, part: str = "normalizer") -> dict[s
 
 EMPTY = {"type": "Replace", "pattern": {"Regex": "(?=.)"}, "content": "x"}
 LONGER = {"type": "Precompiled", "precompiled_charsmap": _charsmap("a", "b" * 170)}
-FEW_STARTS = _tokens(*(f"{i:03}" + "\U0001f600" * 500 for i in range(600)))
+FEW_STARTS = [f"{i:03}" + "\U0001f600" * 500 for i in range(600)]
+CUT = [["a \u0120"], [["a", "\u0120"]], [["a", ""]]]
 TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
     "steps that spell bytes": (_steps({"type": "ByteLevel"}, 4), "256 times as long"),
     "matches of no length": (_steps(EMPTY, 8), "256 times as long"),
@@ -765,43 +773,23 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
     "many steps": (_steps({"type": "Lowercase"}, 65), "too many parts"),
     "a long step": ({"normalizer": _prepends("a" * 2000)}, "too many parts"),
     "an empty pattern": ({"normalizer": _replaces("", "a")}, "replaces the empty text"),
-    "a long token": ({"added_tokens": _tokens("<|" + "a" * 60_000 + "|>")}, "60,004 characters"),
-    "many tokens": (
-        {"added_tokens": _tokens(*(f"<|{i}|>" for i in range(100_001)))},
-        "100,001 added tokens",
-    ),
-    "much text in tokens": (
-        {"added_tokens": _tokens(*(f"<|{i:0400}|>" for i in range(6000)))},
-        "more than 2,097,152 characters",
-    ),
-    "tokens that share no beginning": (
-        {"added_tokens": FEW_STARTS},
-        "more than 1,048,576 different beginnings",
-    ),
-    "an id of many digits": (
-        {"added_tokens": [{"id": 10**4200, "content": "<|a|>"}]},
-        "19 digits or more",
-    ),
+    "a long token": (_tokens("<|" + "a" * 60_000 + "|>"), "60,004 characters"),
+    "many tokens": (_tokens(*(f"<|{i}|>" for i in range(100_001))), "100,001 added tokens"),
+    "much text": (_tokens(*(f"<|{i:0400}|>" for i in range(6000))), "than 2,097,152 characters"),
+    "tokens that share no beginning": (_tokens(*FEW_STARTS), "than 1,048,576 different beginnings"),
+    "many digits": ({"added_tokens": [{"id": 10**4200, "content": "<|a|>"}]}, "19 digits or more"),
+    # The library would cut the character in two, and abort as it says so.
+    **{
+        f"no prefix {n}": (_merging("x", ["a", "xb"], *merge), "does not continue a word")
+        for n, merge in enumerate(CUT)
+    },
 }
-
-
-@pytest.mark.parametrize("merge", ["a \u0120", ["a", "\u0120"], ["a", ""]])
-def test_a_merge_without_the_prefix_of_its_pieces_is_refused(
-    read: Read, merge: str | list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The library would cut the character in two, and abort as it says so."""
-    data = v.byte_level_json(v.LLAMA_3, 1000)
-    data["model"] |= {"continuing_subword_prefix": "x", "merges": [["a", "xb"], merge]}
-    monkeypatch.delattr("tokenizers.Tokenizer.from_str")
-    with pytest.raises(CorruptModel, match="does not continue a word"):
-        read(data)
 
 
 @pytest.mark.parametrize("merges", [[["a", "##b"]], ["#version: 0.2", "a ##b"]])
 def test_pieces_that_continue_a_word_may_have_a_prefix(read: Read, merges: list[Any]) -> None:
-    data = in_bytes(added_tokens=[], pre_tokenizer=None)
-    words = {"vocab": {"a": 0, "##b": 1, "ab": 2}, "merges": merges, "ignore_merges": False}
-    data["model"] = {**data["model"], **words, "continuing_subword_prefix": "##"}
+    model = _merging("##", *merges, vocab={"a": 0, "##b": 1, "ab": 2}, ignore_merges=False)
+    data = in_bytes(added_tokens=[], pre_tokenizer=None, **model)
     assert read(data).encode("ab", "after") == [2]
 
 
@@ -812,17 +800,11 @@ def test_what_would_take_memory_or_time_is_refused_before_the_library_sees_it(
     changes, message = TOO_MUCH[name]
     monkeypatch.delattr("tokenizers.Tokenizer.from_str")
     loaded.refused(lambda: read(in_bytes(**changes)), message, code=6)
-
-
-def test_special_tokens_that_other_files_name_have_the_same_limits(
-    read: Read, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that are in the vocabulary become added tokens of the library."""
-    data, pieces = v.byte_level_json(v.LLAMA_3, 1000), [one["content"] for one in FEW_STARTS]
-    data["model"]["vocab"] |= {piece: 2000 + i for i, piece in enumerate(pieces)}
-    monkeypatch.delattr("tokenizers.Tokenizer.from_str")
-    with pytest.raises(CorruptModel, match="different beginnings"):
-        read(data, {"additional_special_tokens": pieces})
+    if name == "tokens that share no beginning":  # also of words that another file calls special
+        data = v.byte_level_json(v.LLAMA_3, 1000)
+        data["model"]["vocab"] |= {piece: id for id, piece in enumerate(FEW_STARTS, 2000)}
+        with pytest.raises(CorruptModel, match="different beginnings"):
+            read(data, {"additional_special_tokens": FEW_STARTS})
 
 
 @pytest.mark.parametrize(
@@ -905,15 +887,11 @@ def listing(*texts: str, **first: Any) -> list[dict[str, Any]]:
     return [listed[0] | first, *listed[1:]]
 
 
+MANY_WAYS = [b"a" * n + b"b" * m for n in range(110) for m in range(110) if n + m > 1]
 BAD_TEKKENS = {
     "unexpected structure": (
-        b"{}",
-        tekken(vocab=7),
-        tekken(r7={"token_bytes": "?"}),
-        tekken(r7={"token_bytes": "\u00e9"}),
-        tekken(r7={"token_bytes": None}),
-        tekken(vocab={}),
-        tekken(["<s>"]),
+        *(b"{}", tekken(vocab=7), tekken(vocab={}), tekken(["<s>"])),
+        *(tekken(r7={"token_bytes": one}) for one in ("?", "\u00e9", None)),
         tekken(config={"default_vocab_size": "many"}),
     ),
     "not a usable tokenizer": tuple(
@@ -925,9 +903,7 @@ BAD_TEKKENS = {
     "a piece of 0 bytes": (tekken(r299={"token_bytes": ""}),),
     "a piece of 600 bytes": (tekken(r299={"token_bytes": "AAAA" * 200}),),
     "of 256 bytes, or too many": (ranked(bytes([n % 251, n // 251]) * 128 for n in range(9000)),),
-    "more than 1,000,000 ways": (
-        ranked(b"a" * n + b"b" * m for n in range(110) for m in range(110) if n + m > 1),
-    ),
+    "more than 1,000,000 ways": (ranked(MANY_WAYS),),
     "has 300 of the 5,000 pieces": (tekken(config={"default_vocab_size": 6000}),),
     "2,000,000,000 of them": (tekken(config={"default_num_special_tokens": 2 * 10**9}),),
     "-3 of them": (tekken(config={"default_num_special_tokens": -3}),),
@@ -943,33 +919,36 @@ BAD_TEKKENS = {
     ),
 }
 DAMAGED = [
-    ("tokenizer.json", b""),
-    ("tokenizer.json", b"{"),
-    ("tokenizer.json", b"[]"),
-    ("tokenizer.json", b"{}"),
-    ("tokenizer.json", b"\xff\xfe{"),
-    ("tokenizer.json", b"[" * 100_000),
-    ("tokenizer.json", b'{"model": {"type": "BPE"}}'),
-    ("tokenizer.json", b'{"model": 3, "added_tokens": []}'),
-    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}'),
-    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x"]]}}'),
-    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}'),
-    ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}'),
-    ("tokenizer.json", BPE + b'"added_tokens": [{"id": 99999999999, "content": "b"}]}'),
-    ("tokenizer.json", BPE + b'"added_tokens": [7]}'),
-    ("tokenizer.json", BPE + b'"decoder": {"type": "Nonsense"}}'),
-    ("tokenizer.json", BPE + b'"pre_tokenizer": ' + OPEN + b"}"),
-    ("tokenizer.model", b""),
-    ("tokenizer.model", b"not a model"),
-    ("tokenizer.model", b"\x00" * 4096),
-    ("tokenizer.model", b"\x0a\xff\xff\xff\xff\x0f"),
-    ("tokenizer.model", b"\x1a\x02\x18\x00"),
-    ("tokenizer_config.json", b"{"),
-    ("tokenizer_config.json", b"[]"),
-    ("special_tokens_map.json", b"7"),
-    ("added_tokens.json", b'{"<a>": "x"}'),
-    ("added_tokens.json", b'{"<a>": 99999999999}'),
-    ("tokenizer_config.json", b'{"added_tokens_decoder": {"-4": {"content": "<a>"}}}'),
+    (name, content)
+    for name, contents in {
+        "tokenizer.json": [
+            *(b"", b"{", b"[]", b"{}", b"\xff\xfe{", b"[" * 100_000, b'{"model": {"type": "BPE"}}'),
+            b'{"model": 3, "added_tokens": []}',
+            b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+            b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["x"]]}}',
+            b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}',
+            b'{"model": {"type": "BPE", "vocab": {"a": 4000000000}, "merges": []}}',
+            BPE + b'"added_tokens": [{"id": 99999999999, "content": "b"}]}',
+            BPE + b'"added_tokens": [7]}',
+            BPE + b'"decoder": {"type": "Nonsense"}}',
+            BPE + b'"pre_tokenizer": ' + OPEN + b"}",
+        ],
+        "tokenizer.model": [
+            *(
+                b"",
+                b"not a model",
+                b"\x00" * 4096,
+                b"\x0a\xff\xff\xff\xff\x0f",
+                b"\x1a\x02\x18\x00",
+            ),
+        ],
+        "tokenizer_config.json": [
+            *(b"{", b"[]", b'{"added_tokens_decoder": {"-4": {"content": "<a>"}}}'),
+        ],
+        "special_tokens_map.json": [b"7"],
+        "added_tokens.json": [b'{"<a>": "x"}', b'{"<a>": 99999999999}'],
+    }.items()
+    for content in contents
 ]
 
 
