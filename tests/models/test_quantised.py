@@ -156,11 +156,10 @@ TENSORS: list[tuple[str, Change, int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "code", "word"),
-    TENSORS,
-    ids=[f"{i} {form} {word}" for i, (form, _, _, word) in enumerate(TENSORS)],
-)
+IDS = [f"{i} {form} {word}" for i, (form, _, _, word) in enumerate(TENSORS)]
+
+
+@pytest.mark.parametrize(("form", "change", "code", "word"), TENSORS, ids=IDS)
 def test_bad_tensors(
     form: str, change: Change, code: int, word: str, written: Written, tmp_path: Path
 ) -> None:
