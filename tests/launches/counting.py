@@ -62,7 +62,6 @@ from minikv.models.llama import Llama
 from minikv.models.tensors import randomise, tensors_of
 
 Count = Counter[tuple[str, str]]
-
 LAYERS = (1, 2)
 HEADS, KV_HEADS, HEAD_DIM, VOCAB = 32, 8, 16, 128
 CHUNK = 64

@@ -25,7 +25,6 @@ from minikv import models
 from minikv.models.errors import ModelError
 
 SHARD = "model-00001-of-00001.safetensors"
-
 Make = Callable[[Path], object]
 
 

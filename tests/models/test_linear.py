@@ -38,8 +38,6 @@ from minikv.models.weights import load_network
 SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
 ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 40]
 PACKED = {"int8": Int8, "int4": Int4}
-
-
 ON_GPU = ["int8 for a GPU", "int4 for a GPU"]
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 TOKENS = 40
 LIMIT = 1e-5
-
 SHAPES = [
     {"heads": 4, "kv_heads": 4, "head_dim": None, "hidden": 48},
     {"heads": 4, "kv_heads": 2, "head_dim": None, "hidden": 48},
@@ -37,8 +36,6 @@ SHAPES = [
     {"heads": 3, "kv_heads": 1, "head_dim": 8, "hidden": 36},
     {"heads": 6, "kv_heads": 2, "head_dim": 20, "hidden": 48},  # as in Mistral Nemo, 6 * 20 != 48
 ]
-
-
 SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
 OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3", {"rope": "theta", "tied": True}),

@@ -154,8 +154,6 @@ TENSORS: list[tuple[str, Change, int, str]] = [
     ("llm.int8", _without("SCB"), 6, "is missing"),
     ("llm.int8", _put("SCB", lambda x: x[:-1]), 6, "no scales of"),
 ]
-
-
 IDS = [f"{i} {form} {word}" for i, (form, _, _, word) in enumerate(TENSORS)]
 
 

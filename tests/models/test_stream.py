@@ -19,8 +19,6 @@ from minikv.models.stream import TextStream, byte_level_alphabet, byte_level_byt
 from minikv.models.tokenizer import Tokenizer
 
 COUNT, MANY = 7_000, 34_000  # by day a part, and all at night: for each of three vocabularies
-
-
 KINDS: dict[str, tuple[Any, ...]] = {
     "pieces": ("v3",),
     "words": (v.legacy_json, "v1"),

@@ -681,8 +681,6 @@ HOSTILE = {
     "private name": "{% set n = namespace(_x=1) %}",
     "environment": "{{ environment.tick() }}",
 }
-
-
 SLOW = ("nested loops", "loops in sums", "macro tree", "power", "power of powers", "pairs")
 SLOW += ("pairs compared", "loop condition", "sorting", "many strings")
 """Each takes all of the second that it may. By day it may take a tenth of that."""

@@ -386,8 +386,6 @@ def test_the_text_part_of_a_wrapper(inner: str, outer: str, tmp_path: Path) -> N
 
 
 Q = "model.layers.0.self_attn.q_proj.weight"
-
-
 ACCOUNTS: list[tuple[Any, int, str]] = [
     (drop(NORM), 6, "lack model.norm.weight"),
     (drop("lm_head.weight"), 6, "lm_head"),

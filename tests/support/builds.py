@@ -34,7 +34,6 @@ from minikv.policies.hashevict import HashEvict
 HEADS, GROUP, ROWS = 8, 4, 4096
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INT32, INT64, BOOL, FLOAT = torch.int32, torch.int64, torch.bool, torch.float32
-
 WIDE: Mapping[str, Sequence[str]] = {
     "split": ("q", "k", "v", "part"),
     "mass": ("q", "k"),

@@ -51,8 +51,6 @@ OWN_ROPES: dict[str, dict[str, Any]] = {
         "sliding_attention": _rope("default", 1000.0),
     },
 }
-
-
 VISION = {
     "model_type": "pixtral",
     **{"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "head_dim": 12},

@@ -201,7 +201,6 @@ _NF4 = {**_BNB4, "bnb_4bit_quant_type": "nf4"}
 _GPTQ_2, _ORDERED = _group("gptq", checkpoint_format="gptq_v2"), _group("gptq", desc_act=True)
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 48]}
 _BY_TENSOR = {**_FP8, "weight_block_size": None, "activation_scheme": "static"}
-
 FORMS: dict[str, Form] = {
     "awq": Form(_group("awq", version="gemm"), awq(32), "int4", "int4 (AWQ)"),
     "awq 16": Form(_group("awq", 16), awq(16), "plain", "int4 (AWQ)"),
@@ -230,7 +229,6 @@ FORMS: dict[str, Form] = {
         "float-quantized", "plain", "float8", **_FLOAT8, strategy="block", block_structure=[32, 32]
     ),
 }
-
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 

@@ -67,8 +67,6 @@ SIZES: dict[str, Any] = {"layers": 3, "heads": 6, "kv_heads": 3, "head_dim": 8, 
 SIZES |= {"mlp": 64, "vocab": VOCAB, "max_context": 4096}
 SPOKEN: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 32, "mlp": 48}
 """Of the networks that speak bytes (`vocab`: fakes.PADDED)."""
-
-
 ROPE = RopeConfig(theta=1e4)
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": "head"},

@@ -19,8 +19,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SEED = int(os.environ.get("GPU_TEST_SEED", "5"))
 """Of random numbers: another one in each run on a GPU, see tests/conftest.py."""
-
-
 INTERPRETER = {"TRITON_INTERPRET": "1", "GPU_TEST_SEED": "5"}
 """The environment of a process that runs kernels in Triton's interpreter."""
 DAY_AND_NIGHT = [

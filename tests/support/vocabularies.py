@@ -41,7 +41,6 @@ REAL = (
 _MARKS = "begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag"
 LLAMA_3 = tuple(f"<|{name}|>" for name in _MARKS.split())
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
-
 FORMATS = "llama-2 llama-3 mistral-v1 mistral-v3 mistral-v7 chatml zephyr plain".split()
 """Names of built-in chat formats."""
 

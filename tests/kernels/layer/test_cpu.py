@@ -35,7 +35,6 @@ from minikv.models.tensors import randomise, tensors_of
 from minikv.policies.hashevict import HashEvict
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-
 STEPS = [*policies.step_names()]
 TOKENS = 8
 """Of an answer: every step policy evicts within these."""
