@@ -109,10 +109,14 @@ def without(files: dict[str, bytes], lost: str) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name != lost}
 
 
-def test_a_directory_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
+def test_a_directory_is_used_as_it_is_and_a_file_is_not_a_model(
+    tmp_path: Path, cache: Path
+) -> None:
     source = resolve(str(tmp_path))
     assert (source.folder, source.revision) == (tmp_path, None)
     assert resolve(tmp_path).folder == tmp_path
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    refused(lambda: resolve(str(tmp_path / "model.safetensors")), "is a file, not a model", code=3)
 
 
 NAMES = ("/no/such/model", "./model", "../model", "~/no-such-model", "model", "a/b/c", "", "-x/y")
@@ -132,11 +136,6 @@ def test_what_is_no_directory_and_no_hub_id_never_reaches_the_network(
     name: str | Path, revision: str | None, said: str, cache: Path
 ) -> None:
     refused(lambda: resolve(name, revision=revision), said, code=3)
-
-
-def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    refused(lambda: resolve(str(tmp_path / "model.safetensors")), "is a file, not a model", code=3)
 
 
 def test_a_gguf_file_is_found_by_its_path_and_by_its_form(tmp_path: Path, hub: Any) -> None:

@@ -225,6 +225,10 @@ def with_source(source: str) -> ChatTemplate:
 
 
 def test_conversations_that_are_refused() -> None:
+    short = with_source(each(TURN).replace("messages", "messages[:2]"))
+    assert short.opening(ASKED)
+    with pytest.raises(UnsupportedModel, match="writes no answer"):
+        short.opening(LATER)
     template = prepared("own")[1]
     for chat in ([], turns("a", "b")):
         with pytest.raises(ValueError, match="user message"):
@@ -314,13 +318,6 @@ def test_what_a_template_leaves_out_is_refused(name: str) -> None:
     if chat is ASKED:
         with pytest.raises(UnsupportedModel, match="leaves"):
             template.following(turns("x", "y", LONG))
-
-
-def test_a_template_that_writes_no_answer_after_a_conversation_is_refused() -> None:
-    template = with_source(each(TURN).replace("messages", "messages[:2]"))
-    assert template.opening(ASKED)
-    with pytest.raises(UnsupportedModel, match="writes no answer"):
-        template.opening(LATER)
 
 
 @pytest.mark.parametrize(
@@ -720,11 +717,16 @@ def test_hostile_templates_are_stopped(
         assert int(status.split("VmHWM:")[1].split()[0]) < 512 << 10  # KiB
 
 
-def test_a_text_may_have_four_million_characters_and_some_more() -> None:
+def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> None:
     source = "{% for i in range(COUNT) %}{{ 'a' * 65536 }}{% endfor %}"
     assert len(render(source.replace("COUNT", "64"), "t", {})) == 4 << 20
     with pytest.raises(CorruptModel, match="it wrote more than 4,194"):
         render(source.replace("COUNT", "66"), "t", {})
+    text = "All work and no play. " * 200_000
+    variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+    assert render(PUBLISHED["own"], "t", variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
+    names = DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] }}"
+    assert render(names, "t", {}) == "[<namespace>]"
 
 
 def test_the_next_rendering_is_none_the_worse(tmp_path: Path, monkeypatch: Any) -> None:
@@ -805,11 +807,6 @@ def test_ctrl_c_within_a_rendering_leaves_no_reply_behind(monkeypatch: pytest.Mo
     assert render("{{ 'second' }}", "t", {}) == "second"
 
 
-def test_names_are_printed_without_what_they_hold() -> None:
-    source = DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] }}"
-    assert render(source, "t", {}) == "[<namespace>]"
-
-
 def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program that uses minikv ignores the signal of the deadline."""
     monkeypatch.setattr(rendering, "_WAIT", 20.0)
@@ -841,12 +838,6 @@ def test_what_a_template_says_of_itself_is_cut(source: str, tmp_path: Path) -> N
         from_folder(tmp_path, config)
     assert len(str(caught.value)) < 400
     assert str(caught.value).isprintable()
-
-
-def test_long_documents_pass_the_bounds() -> None:
-    text = "All work and no play. " * 200_000
-    variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
-    assert render(PUBLISHED["own"], "t", variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
 
 
 def test_hostile_templates_are_refused_with_the_folder(tmp_path: Path) -> None:

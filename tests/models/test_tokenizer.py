@@ -148,7 +148,14 @@ def test_a_word_used_as_padding_stays_a_word(read: Read) -> None:
     assert padded.named["pad_token"] == "!"
 
 
-def test_reference_tags_of_v3_are_plain_text() -> None:
+def test_texts_that_others_read_differently() -> None:
+    # U+0109 is a letter for sentencepiece, and a tab for byte-level vocabularies.
+    words = loaded.tokenizer(v.legacy_json, "v1")
+    assert "\u0109" in words.decode(words.encode("a\u0109b"))
+    # Lone surrogates are replaced.
+    assert well_formed("a\udcffb\ud83d\ude00c\ud83d") == "a\ufffdb😀c\ufffd"
+    for one in map(made, KINDS):
+        assert one.decode(one.encode("a\udcffb\ud83d\ude00")) == "a\ufffdb😀"
     # User-defined pieces that the vendor's tokenizer makes from text; a document must not.
     tokenizer, tag = loaded.tokenizer("v3"), "[REFERENCE_DOC_3]"
     assert tokenizer.control[tag] in v.vendor("v3").encode(tag)
@@ -553,12 +560,6 @@ def test_nothing_is_said_of_a_tokenizer_that_fits(read: Read, data: Any, family:
     assert tokenizer.decode(tokenizer.encode(split_patterns.SAMPLE)) == split_patterns.SAMPLE
 
 
-def test_a_real_piece_of_another_alphabet_stays_what_it_is() -> None:
-    """U+0109 is a letter for sentencepiece, and a tab for byte-level vocabularies."""
-    tokenizer = loaded.tokenizer(v.legacy_json, "v1")
-    assert "\u0109" in tokenizer.decode(tokenizer.encode("a\u0109b"))
-
-
 GPT_2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
@@ -711,12 +712,6 @@ def test_where_sentences_end(make: Any) -> None:
     assert found == [text.strip() for text in texts]
 
 
-def test_lone_surrogates_are_replaced() -> None:
-    assert well_formed("a\udcffb\ud83d\ude00c\ud83d") == "a\ufffdb😀c\ufffd"
-    for tokenizer in map(made, KINDS):
-        assert tokenizer.decode(tokenizer.encode("a\udcffb\ud83d\ude00")) == "a\ufffdb😀"
-
-
 def test_no_tokenizer_and_formats_that_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelUnavailable, match=r"no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
@@ -820,18 +815,25 @@ def test_many_short_added_tokens_are_within_the_limits(texts: list[str]) -> None
     check_added(texts, "t")
 
 
+MAP = {"type": "Precompiled", "precompiled_charsmap": ""}
+
+
 @pytest.mark.parametrize(
-    "normalizer",
+    ("normalizer", "id", "said"),
     [
-        {"type": "Precompiled", "precompiled_charsmap": "////"},
-        {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
-        {"type": "Replace", "pattern": {"Regex": "(" * 500}, "content": "a"},
+        # The library panics.
+        (MAP | {"precompiled_charsmap": "////"}, "300", ""),
+        (MAP | {"precompiled_charsmap": "AAAA"}, "300", ""),
+        ({"type": "Replace", "pattern": {"Regex": "(" * 500}, "content": "a"}, "300", ""),
+        # The ids of declared tokens are small numbers.
+        *((None, id, "has the id") for id in ("9" * 5000, "-1", "1e3", "²")),
     ],
-    ids=["no map", "short map", "brackets"],
+    ids=["no map", "short map", "brackets", "large", "negative", "float", "superscript"],
 )
-def test_a_panic_of_the_library_is_an_error_of_the_file(read: Read, normalizer: Any) -> None:
-    with pytest.raises(CorruptModel):
-        read(in_bytes(normalizer=normalizer))
+def test_errors_of_a_file(read: Read, normalizer: Any, id: str, said: str) -> None:
+    declared = {} if normalizer else {id: {"content": "<|new|>", "special": True}}
+    with pytest.raises(CorruptModel, match=said or None):
+        read(in_bytes(normalizer=normalizer), {"added_tokens_decoder": declared})
 
 
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
@@ -850,13 +852,6 @@ def test_what_the_library_says_is_cut_before_it_is_held() -> None:
         raise ValueError("x" * 1_000_000)
     assert len(str(caught.value)) < 300
     assert len(repr(caught.value.__cause__)) < 300
-
-
-@pytest.mark.parametrize("id", ["9" * 5000, "-1", "1e3", "²"])
-def test_the_ids_of_declared_tokens_are_small_numbers(read: Read, id: str) -> None:
-    config = {"added_tokens_decoder": {id: {"content": "<|new|>", "special": True}}}
-    with pytest.raises(CorruptModel, match="has the id"):
-        read(first(1000), config)
 
 
 BPE = b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, '
