@@ -111,19 +111,17 @@ def test_from_so_many_rows_on_float32_multiplies(monkeypatch: pytest.MonkeyPatch
     ]
 
 
-def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for form in ("auto", "int8", "int4"):
-        x = torch.randn(40, 192).bfloat16()
-        monkeypatch.undo()
-        monkeypatch.setattr(linear, "bf16_products", lambda: False)
-        with torch.no_grad():
-            whole = matrix(200, 192, form)
-            monkeypatch.setattr(linear, "BLOCK", 192 * 64)
-            monkeypatch.setattr(linear, "PACKED", 1)  # tiles
-            assert len(list(linear.blocks(torch.Size((200, 192))))) == 4
-            assert len(list(linear._packed_blocks(torch.Size((200, 192))))) == 4
-            assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
-            assert right(whole, x, whole(x))
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_small_blocks_give_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "bf16_products", lambda: False)
+    x, whole = torch.randn(40, 192).bfloat16(), matrix(200, 192, form)
+    monkeypatch.setattr(linear, "BLOCK", 192 * 64)
+    monkeypatch.setattr(linear, "PACKED", 1)  # tiles
+    for blocks in (linear.blocks, linear._packed_blocks):
+        assert len(list(blocks(torch.Size((200, 192))))) == 4
+    assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
+    assert right(whole, x, whole(x))
 
 
 @pytest.mark.usefixtures("processor")
@@ -236,12 +234,11 @@ def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: P
     assert made.config.notes == plain.config.notes
     for one, two in zip(plain.layers, made.layers, strict=True):
         for slot in ("qkv", "out", "gate_up", "down"):
-            whole = getattr(one, slot)
-            assert isinstance(getattr(two, slot), PACKED[form])
-            assert torch.equal(getattr(two, slot).dense(), kept(whole, form).dense())
-            bias = getattr(two, slot).bias
-            assert bias is whole.bias is None or torch.equal(bias, whole.bias)
-            setattr(one, slot, Plain(getattr(two, slot).dense(), whole.bias))
+            whole, packed = getattr(one, slot), getattr(two, slot)
+            assert isinstance(packed, PACKED[form])
+            assert torch.equal(packed.dense(), kept(whole, form).dense())
+            assert packed.bias is whole.bias is None or torch.equal(packed.bias, whole.bias)
+            setattr(one, slot, Plain(packed.dense(), whole.bias))
     assert torch.equal(made.head.dense(), plain.head.dense())
     assert made.weight_bytes < plain.weight_bytes
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
@@ -324,7 +321,7 @@ def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "length"), some_by_day([(1, 7000), (0, 32_000)], lambda case: case[1] == 7000)
+    ("number", "length"), some_by_day([(1, 7000), (0, 32_000)], (1, 7000).__eq__)
 )
 def test_the_bundled_model_answers_with_a_head_of_eight_bits(number: int, length: int) -> None:
     """About its document: the beginning, which has the answer, by day, and all of it at night."""

@@ -63,7 +63,7 @@ def guarded(t: Tensor) -> Tensor:
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=randoms(seed)) * scale).to(dtype)
+    return tensors.randoms(SEED + seed, *shape, dtype=dtype, by=scale)
 
 
 def close(got: Tensor, want: Tensor, loose: float = 1e-5) -> None:
