@@ -194,13 +194,13 @@ def test_a_partly_cached_model_is_completed_from_the_network(
 
 
 NOISE = """
-    README.md consolidated.safetensors params.json pytorch_model.bin original/consolidated.00.pth
-    modeling_x.py model.safetensors adapter_model.safetensors onnx/model.onnx
+    README.md consolidated.safetensors pytorch_model.bin original/consolidated.00.pth modeling_x.py
+    model.safetensors adapter_model.safetensors onnx/model.onnx
 """
 
 
 def test_only_the_needed_files_are_fetched(files: Any, hub: Any, monkeypatch: Any) -> None:
-    fake = hub(files | dict.fromkeys(NOISE.split(), b"{}"))
+    fake = hub(files | dict.fromkeys(NOISE.split(), b"") | {"params.json": b"{}"})
     source = resolve(REPO, revision="v2")
     assert set(fake.asked) == {*files, "params.json"}
     assert fake.revisions == ["v2"]
