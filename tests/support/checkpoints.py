@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,16 +192,11 @@ def _respell(raw: dict[str, Any], spec: Spec) -> None:
     raw["rope_scaling"] = None if kind == "default" else {"type": kind, **table}
 
 
+_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 ORIGINAL = {
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{name}_proj": f"attention.w{name}" for name in "qkvo"},
+    **{f"mlp.{name}_proj": f"feed_forward.{own}" for name, own in _PARTS.items()},
+    **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
 }
 TOP = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
 PARAMS = {
@@ -215,13 +211,8 @@ PARAMS = {
 def interleave(rows: Tensor, heads: int) -> Tensor:
     """Half-split rows of a query or key matrix -> rotary pairs, as the original releases have."""
     size = rows.shape[0] // heads
-    order = [
-        h * size + pair + half * (size // 2)
-        for h in range(heads)
-        for pair in range(size // 2)
-        for half in range(2)
-    ]
-    return rows[order]
+    places = product(range(heads), range(size // 2), range(2))
+    return rows[[h * size + pair + half * (size // 2) for h, pair, half in places]]
 
 
 def _to_original(model: PreTrainedModel, folder: Path) -> None:

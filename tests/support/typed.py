@@ -81,8 +81,7 @@ class World:
 
 def fake_chat(engine: Any = None, **given: Any) -> ChatSession:
     """A chat over a fake. given: as of `small_chat.chat_over`."""
-    tokenizer = ByteTokenizer()
-    return chat_over(engine or FakeEngine(), tokenizer, ChatML(tokenizer), **given)
+    return chat_over(engine or FakeEngine(), **given)
 
 
 def answer_of(document: str, question: str, length: int = 12) -> str:
