@@ -154,13 +154,10 @@ TENSORS: list[tuple[str, Change, int, str]] = [
     ("llm.int8", _without("SCB"), 6, "is missing"),
     ("llm.int8", _put("SCB", lambda x: x[:-1]), 6, "no scales of"),
 ]
+IDS = [f"{i} {form} {word}" for i, (form, _, _, word) in enumerate(TENSORS)]
 
 
-@pytest.mark.parametrize(
-    ("form", "change", "code", "word"),
-    TENSORS,
-    ids=[f"{i} {form} {word}" for i, (form, _, _, word) in enumerate(TENSORS)],
-)
+@pytest.mark.parametrize(("form", "change", "code", "word"), TENSORS, ids=IDS)
 def test_bad_tensors(
     form: str, change: Change, code: int, word: str, written: Written, tmp_path: Path
 ) -> None:

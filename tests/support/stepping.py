@@ -64,9 +64,8 @@ class Pair:
             rows = index[live]
             assert torch.equal(a.columns["pos"][rows], b.columns["pos"][rows])
             for name, column in a.columns.items():
-                torch.testing.assert_close(
-                    column[rows], b.columns[name][rows], rtol=1e-3, atol=1e-3
-                )
+                other = b.columns[name][rows]
+                torch.testing.assert_close(column[rows], other, rtol=1e-3, atol=1e-3)
 
 
 def pair(
@@ -81,10 +80,8 @@ def pair(
     options: dict[str, object] | None = None,
 ) -> Pair:
     net = net or network(layers=2)
-    one, two = (
-        engine(net, prompt, step, budget, each, kv=kv, step_options=options)
-        for each in (None, capture)
-    )
+    given = {"kv": kv, "step_options": options}
+    one, two = (engine(net, prompt, step, budget, each, **given) for each in (None, capture))
     if isinstance(capture, Tape):
         two.kv.use(Kernels())  # a tape hears torch alone, and nothing may read a value
     return Pair(one, two, sampling)

@@ -47,17 +47,10 @@ def looked(
     heads, _, observed, rows = given.shape
     if pos is None:
         pos = torch.arange(rows).expand(heads, rows)
-    mass = given.sum(2)
+    mass, squares, end = given.sum(2), given.mean(1).square().sum(1), int(pos.max()) + 1
     fetched = torch.ones(heads, rows, 1) if value is None else value
     return PromptView(
-        0,
-        int(pos.max()) + 1,
-        pos,
-        observed,
-        mass,
-        given.mean(1).square().sum(1),
-        lambda: fetched,
-        lambda: fetched,
+        *(0, end, pos, observed, mass, squares, lambda: fetched, lambda: fetched),
         output=None if output is None else lambda: output,
         budget=budget,
         attention=lambda heads: given[heads],
