@@ -350,7 +350,7 @@ class Int8(PackedMatrix):
     form, names = "int8", ("quantised", "scale")
 
     def _allocate(self, room: Empty, group: int) -> None:
-        assert fits_int8(self.shape[1])
+        assert suits("int8", self.shape[1])
         self.quantised = room(self.shape, torch.int8)
         self.scale = room(self.shape[:1], torch.bfloat16)
 
@@ -505,31 +505,22 @@ def split(form: str) -> tuple[str, str]:
     return layers, "int8" if head else "plain" if form == "plain" else "auto"
 
 
-def packs(form: str) -> tuple[str, ...]:
-    """The packed forms that `form` uses, "int8" and "int4", each once."""
-    return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
-
-
 def kept_bytes(rows: int, columns: int, form: str, itemsize: int, group: int = 0) -> int:
     """Bytes of a matrix [rows, columns] in `form`, without its bias. itemsize: bytes per weight if
     it is not packed. group: see `group_of`."""
-    if form == "int8" and fits_int8(columns):
+    if not suits(form, columns, group):
+        return rows * columns * itemsize
+    if form == "int8":
         return rows * columns + 2 * rows
-    if form == "int4" and (found := group_of(columns, group)) is not None:
-        return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * (columns // found))
-    return rows * columns * itemsize
+    groups = columns // (group_of(columns, group) or columns)
+    return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * groups)
 
 
 def suits(form: str, columns: int, group: int = 0) -> bool:
     """Whether `form` packs rows of `columns` columns. group: see `group_of`."""
     if form == "int4":
         return group_of(columns, group) is not None
-    return form == "int8" and fits_int8(columns)
-
-
-def fits_int8(columns: int) -> bool:
-    """Whether rows of `columns` columns can be packed to int8."""
-    return columns % _STEP == 0
+    return form == "int8" and columns % _STEP == 0
 
 
 def group_of(columns: int, stored: int = 0) -> int | None:

@@ -270,7 +270,8 @@ class Llama:
         return qkv
 
     def _at(self, start: int | Tensor, count: int) -> At:
-        """The tables for `count` positions from `start` on, as in `Rotary.table`."""
+        """The tables for `count` positions from `start` on. start: a number, or an int64 [] tensor
+        on the device, which is not read back; then count must be 1."""
         angles = [
             self.ops.rotary_table(start, one.inverse, one.scale, self.dtype)
             if isinstance(start, Tensor)

@@ -40,7 +40,6 @@ from minikv.models.linear import (
     kept_bytes,
     lacks,
     packing_bytes,
-    packs,
     split,
     suits,
 )
@@ -367,7 +366,7 @@ def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, f
         for arguments, kind, name in options
         if (size := loading_bytes(config, kind, name)) < needs
         and size <= free
-        and not (device.type == "cpu" and any(map(lacks, packs(name))))
+        and not (device.type == "cpu" and any(map(lacks, split(name))))
     ]
     where = "GPU memory" if device.type == "cuda" else "memory"
     raise ModelTooLarge(
