@@ -20,16 +20,14 @@ from torch import Tensor
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import (
     INDEX,
-    ORIGINAL,
-    ORIGINAL_INDEX,
     SINGLE,
     TENSOR_LIMIT,
-    no_weights,
     open_regular,
     parse_json,
     refuse_missing,
     refuse_text,
     unreadable,
+    weight_files,
     weight_map,
 )
 from minikv.models.stored import Stored
@@ -210,15 +208,11 @@ class Checkpoint:
         """
         folder = Path(folder)
         try:
-            names = sorted(path.name for path in folder.iterdir())
+            index, files = weight_files([path.name for path in folder.iterdir()])
         except OSError as error:
             raise unreadable(folder, error) from None
-        original = INDEX not in names and SINGLE not in names
-        files = [name for name in names if ORIGINAL.fullmatch(name)] if original else [SINGLE]
-        if not files:
-            raise no_weights(names)
-        index = ORIGINAL_INDEX if original else INDEX
-        if index in names:
+        original = index != INDEX and files != [SINGLE]
+        if index:
             entries = _sharded(folder, folder / index)
         else:
             entries = _together(read_header(folder / name) for name in files)

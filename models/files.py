@@ -62,21 +62,9 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     Only top-level files. If both layouts of the weights exist, the Hugging Face one; never pickles.
     Raises ModelUnavailable or UnsupportedModel if nothing can be loaded.
     """
-    names = [*given]
-    present = {name for name in names if "/" not in name}
-    wanted = present & _TEXT_FILES
-    shards = {name for name in present if re.fullmatch(_SHARD, name)}
-    original = {name for name in present if ORIGINAL.fullmatch(name)}
-    if INDEX in present:
-        # Shards may have unusual names. Reading the index reveals a missing one.
-        other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
-        wanted |= {INDEX} | (shards or other)
-    elif SINGLE in present:
-        wanted |= {SINGLE}
-    elif original:
-        wanted |= original | (present & {ORIGINAL_INDEX})
-    else:
-        raise no_weights(present)
+    present = {name for name in given if "/" not in name}
+    index, files = weight_files(present)
+    wanted = present & {*_TEXT_FILES, index, *files}
     if not wanted & {*CONFIGS}:
         raise no_config()
     if wanted & {*_TOKENIZERS}:
@@ -84,6 +72,21 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     else:
         wanted |= {name for name in present if re.fullmatch(r"tokenizer\.model\.v\w+", name)}
     return sorted(wanted)
+
+
+def weight_files(names: Collection[str]) -> tuple[str, list[str]]:
+    """The index of the weights in a folder with these file names, "" if there is none, and the
+    files with weights, as far as names tell. Raises ModelUnavailable or UnsupportedModel."""
+    original = sorted(name for name in names if ORIGINAL.fullmatch(name))
+    if INDEX in names:
+        # Shards may have unusual names. Reading the index reveals a missing one.
+        other = {name for name in names if SHARD_NAME.fullmatch(name)} - {*original, SINGLE}
+        return INDEX, [name for name in names if re.fullmatch(_SHARD, name)] or [*other]
+    if SINGLE in names:
+        return "", [SINGLE]
+    if not original:
+        raise no_weights(names)
+    return ORIGINAL_INDEX if ORIGINAL_INDEX in names else "", original
 
 
 def no_config() -> ModelUnavailable:
@@ -162,18 +165,15 @@ def missing_files(folder: Path) -> str:
     names = (*_TOKENIZERS, "tekken.json")
     if not any(map(has, names)) and not any(folder.glob("tokenizer.model.v*")):
         return "tokenizer.json"
-    for index in (INDEX, ORIGINAL_INDEX):
-        if has(index):
-            try:
-                shards = weight_map(folder / index).values()
-            except ModelError:
-                return ""  # the file exists; loading it reports what is wrong with it
-            return next((name for name in sorted(set(shards)) if not has(name)), "")
-        if index == INDEX and has(SINGLE):
-            return ""
-    if any(ORIGINAL.fullmatch(path.name) for path in folder.iterdir()):
-        return ""
-    return SINGLE
+    try:
+        index, _ = weight_files(os.listdir(folder))
+    except ModelError:
+        return SINGLE
+    try:
+        shards = set(weight_map(folder / index).values()) if index else set[str]()
+    except ModelError:
+        return ""  # the file exists; loading it reports what is wrong with it
+    return next((name for name in sorted(shards) if not has(name)), "")
 
 
 def weight_map(path: Path) -> dict[str, str]:
