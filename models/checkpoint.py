@@ -83,11 +83,10 @@ def read_header(path: Path) -> dict[str, Entry]:
     The tensors must cover the data exactly: no overlap, no hole, nothing before or after.
     """
     with open_regular(path) as file:
-        return header_of(file, path)
+        return _header(file, path)
 
 
-def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
-    """`read_header` for an open file at its beginning."""
+def _header(file: BinaryIO, path: Path) -> dict[str, Entry]:
     size = os.fstat(file.fileno()).st_size
     first = read_exactly(file, min(size, 8) or 8, path)
     length = int.from_bytes(first, "little")
@@ -220,7 +219,9 @@ class Checkpoint:
             raise CorruptModel("the weight files hold no weights")
         if any(_WRAPPED.match(name) for name in entries):
             entries = renamed(entries, _text_name)
-        return cls(renamed(entries, _own_name) if original else entries, original)
+        if original:
+            entries = renamed(entries, lambda name: hub_name(name, "layers", _ORIGINAL_NAMES))
+        return cls(entries, original)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -264,25 +265,18 @@ def renamed(
     return made
 
 
-_OTHER_BUILD = "the index and the files do not belong together: download them again"
-
-
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
     """The tensors of all shards, which must be exactly those in the index."""
     mapping = {n: file for n, file in weight_map(index).items() if not _COMPUTED.fullmatch(n)}
     refuse_missing(index, mapping.values())
     entries = _together(read_header(folder / name) for name in sorted(set(mapping.values())))
-    for name, shard in mapping.items():
-        entry = entries.get(name)
-        if entry is None:
-            raise CorruptModel(f"{index.name}: {quote(name)} is not in {shard}", _OTHER_BUILD)
-        if entry.path.name != shard:
-            where = f"is in {entry.path.name}, not {shard}"
-            raise CorruptModel(f"{index.name}: {quote(name)} {where}", _OTHER_BUILD)
-    stray = next((n for n in entries if n not in mapping), None)
-    if stray is not None:
-        where = f"{quote(stray)} is not in {index.name}"
-        raise CorruptModel(f"{entries[stray].path.name}: {where}", _OTHER_BUILD)
+    found = {name: entry.path.name for name, entry in entries.items()}
+    for name in mapping | found:
+        if (said := mapping.get(name, "no file")) != (real := found.get(name, "no file")):
+            raise CorruptModel(
+                f"{index.name} says that {quote(name)} is in {said}, and it is in {real}",
+                "the index and the files do not belong together: download them again",
+            )
     return entries
 
 
@@ -303,11 +297,9 @@ def _together(headers: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
 
 
 _ORIGINAL_NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_ORIGINAL_LAYER = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
@@ -320,13 +312,14 @@ _ORIGINAL_LAYER = {
 }
 
 
-def _own_name(name: str) -> str:
-    """Hugging Face's name for a tensor of Mistral's layout. An unknown name stays; `load_network`
-    refuses it later."""
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if match and match[2] in _ORIGINAL_LAYER:
-        return f"model.layers.{match[1]}.{_ORIGINAL_LAYER[match[2]]}.{match[3]}"
-    return _ORIGINAL_NAMES.get(name, name)
+def hub_name(name: str, layer: str, names: Mapping[str, str]) -> str:
+    """Hugging Face's name for a tensor of another layout. layer: the word before a layer's number.
+    names: those of the modules. An unknown name stays; `load_network` refuses it later."""
+    match = re.fullmatch(rf"(?:{layer}\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    if match is None or match[2] not in names:
+        return name
+    inside = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{inside}{names[match[2]]}.{match[3]}"
 
 
 def same(one: Entry, two: Entry) -> bool:

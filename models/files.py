@@ -47,11 +47,13 @@ takes some tens of bytes, and a pair of an object up to 350. The largest real vo
 as many lists and items, and six tenths as many pairs."""
 
 CONFIGS = ("config.json", "params.json")
+SETTINGS = ("config.json", "generation_config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-_TEXT_FILES = {
-    *(*CONFIGS, *_TOKENIZERS, "generation_config.json", "tokenizer_config.json", "tekken.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-}
+TOKENIZER = (
+    *(*_TOKENIZERS, "tekken.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
+"""The files that are read besides weights. Digests of a model depend on their order."""
 _SHARD = r"model-\d+-of-\d+\.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
@@ -64,7 +66,7 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     """
     present = {name for name in given if "/" not in name}
     index, files = weight_files(present)
-    wanted = present & {*_TEXT_FILES, index, *files}
+    wanted = present & {*SETTINGS, *TOKENIZER, index, *files}
     if not wanted & {*CONFIGS}:
         raise no_config()
     if wanted & {*_TOKENIZERS}:

@@ -19,10 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minikv.models.blocks import KINDS, Blocks
-from minikv.models.checkpoint import Checkpoint, Entry, read_exactly, renamed
+from minikv.models.checkpoint import Checkpoint, Entry, hub_name, renamed
 from minikv.models.config import ModelConfig, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text, unreadable
@@ -93,12 +91,10 @@ _SCALING = {
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     _BETA: "llama_4_scaling_beta",
 }
-_TABLES = {
+_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-}
-_TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -310,9 +306,7 @@ class Gguf:
             return ()
         if not isinstance(entry, Entry) or entry.dtype != "F32" or entry.shape != (count,):
             raise self._bad(f"{_FACTORS} does not have {count} numbers")
-        with open_regular(self.path) as file:
-            file.seek(entry.start)
-            found = torch.frombuffer(read_exactly(file, entry.size, self.path), dtype=torch.float32)
+        found = entry.rows(0, count)
         if not bool(((found > 0) & (found < 1e9)).all()):
             raise self._bad(f"{_FACTORS} has numbers that cannot be factors")
         return tuple(found.tolist())
@@ -327,16 +321,9 @@ class Gguf:
     def checkpoint(self) -> Checkpoint:
         """The tensors by their Hugging Face names."""
         about = ARCHITECTURES[self.metadata["general.architecture"]]
-        inside = {**_TENSORS, "ffn_up": about.up}
-
-        def own(name: str) -> str:
-            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-            if match and (own := (_TABLES if match[1] is None else inside).get(match[2])):
-                layer = "" if match[1] is None else f"model.layers.{match[1]}."
-                return f"{layer}{own}.{match[3]}"
-            return "" if name == _FACTORS else name
-
-        return Checkpoint(renamed(self.tensors, own), about.paired)
+        names = {**_TENSORS, "ffn_up": about.up}
+        weights = {name: one for name, one in self.tensors.items() if name != _FACTORS}
+        return Checkpoint(renamed(weights, lambda n: hub_name(n, "blk", names)), about.paired)
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer. Raises CorruptModel or UnsupportedModel."""
