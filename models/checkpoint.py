@@ -83,26 +83,18 @@ def read_header(path: Path) -> dict[str, Entry]:
     The tensors must cover the data exactly: no overlap, no hole, nothing before or after.
     """
     with open_regular(path) as file:
-        return _header(file, path)
-
-
-def _header(file: BinaryIO, path: Path) -> dict[str, Entry]:
-    size = os.fstat(file.fileno()).st_size
-    first = read_exactly(file, min(size, 8) or 8, path)
-    length = int.from_bytes(first, "little")
-    if length > HEADER_LIMIT or size < 8:
-        refuse_text(bytes(first + read_exactly(file, max(0, min(size - 8, 1024)), path)), path.name)
-    if length > HEADER_LIMIT:
-        raise CorruptModel(
-            f"{path.name}: claims a header of {length} bytes: not safetensors?",
-            "download the file again",
-        )
-    if not 2 <= length <= size - 8:
-        raise CorruptModel(
-            f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
-            "download the file again",
-        )
-    raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
+        size = os.fstat(file.fileno()).st_size
+        first = read_exactly(file, min(size, 8) or 8, path)
+        length = int.from_bytes(first, "little")
+        if length > HEADER_LIMIT or size < 8:
+            first += read_exactly(file, max(0, min(size - 8, 1024)), path)
+            refuse_text(bytes(first), path.name)
+        if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+            raise CorruptModel(
+                f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
+                "download the file again",
+            )
+        raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
     metadata = raw.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     if metadata is not None and not texts:

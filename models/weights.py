@@ -110,11 +110,16 @@ def load_network(
             for name, part in product(places, heads):
                 if part in name:
                     entries[name] = replace(entries[name], heads=heads[part])
-        groups = _together_read(entries, places)
+        # In the order of the files, grouped by what the tensors fill in the network. So only one
+        # matrix at a time is incomplete, wherever its parts are.
+        groups: dict[tuple[int, str], list[_Part]] = {}
+        for name in sorted(places, key=lambda name: (entries[name].path, entries[name].start)):
+            place = places[name]
+            groups.setdefault((id(place.owner), place.slot), []).append((entries[name], place))
         total = sum(entries[name].size for name in places)
         filling = _Filling(network, form, packing, progress, total)
-        for owner, slot, parts in groups:
-            filling.fill(owner, slot, parts)
+        for parts in groups.values():
+            filling.fill(parts)
         if config.tied and isinstance(network.embedding, Tensor):
             network.head = Plain(network.embedding)
     return network
@@ -147,8 +152,16 @@ class _Filling:
         if self.progress is not None:
             self.progress(self.done, self.total)
 
-    def fill(self, owner: Llama | Layer, slot: str, parts: list[_Part]) -> None:
-        """Read a tensor or a matrix from its parts in the files, and pack it if `form` says so."""
+    def fill(self, parts: list[_Part]) -> None:
+        """Read a tensor or a matrix from its parts in the files, and pack it if `form` says so.
+
+        Memory is not allocated with empty_like, which imports sympy for tensors on the meta device:
+        35 MB, 0.3 seconds."""
+        owner, slot = parts[0][1].owner, parts[0][1].slot
+        empty = getattr(owner, slot)
+        if isinstance(empty, Plain) and empty.bias is not None:
+            empty.bias = self.room(empty.bias.shape, empty.bias.dtype)
+            self._read([part for part in parts if part[1].kind == "bias"])
         weights = sorted(
             (part for part in parts if part[1].kind != "bias"),
             key=lambda part: part[1].rows.start or 0,  # in the matrix's order, not the file's
@@ -156,12 +169,12 @@ class _Filling:
         found = [entry for entry, _ in weights]
         made = self._packed(owner, slot, Fused(found)) if len(found[0].shape) == 2 else None
         if made is None:
-            self._allocate(owner, slot)
-            self._read(parts)
+            if isinstance(empty, Plain):
+                empty.weight = self.room(empty.shape, empty.weight.dtype)
+            else:
+                setattr(owner, slot, self.room(empty.shape, empty.dtype))
+            self._read(weights)
             return
-        if made.bias is not None:
-            setattr(owner, slot, Plain(getattr(owner, slot).weight, made.bias))
-            self._read([part for part in parts if part[1].kind == "bias"])
         # Rows of four bits are packed in whole tiles.
         whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
         at = 0
@@ -203,21 +216,7 @@ class _Filling:
         if slot == "embedding":
             part, form = Plain(part), form.replace("int4", "int8")  # single rows are taken of it
         made = kept(part, form, self.room, self.packing, group)
-        if not isinstance(made, Int8 | Int4):
-            return None
-        if part.bias is not None:
-            made.bias = self.room(part.bias.shape, part.bias.dtype)
-        return made
-
-    def _allocate(self, owner: Llama | Layer, slot: str) -> None:
-        """Allocate memory for a tensor or a matrix without memory. Does not use empty_like, which
-        imports sympy for tensors on the meta device: 35 MB, 0.3 seconds."""
-        part = getattr(owner, slot)
-        if isinstance(part, Plain):
-            bias = None if part.bias is None else self.room(part.bias.shape, part.bias.dtype)
-            setattr(owner, slot, Plain(self.room(part.shape, part.weight.dtype), bias))
-        else:
-            setattr(owner, slot, self.room(part.shape, part.dtype))
+        return made if isinstance(made, Int8 | Int4) else None
 
     def _read(self, parts: list[_Part]) -> None:
         for part, place in parts:
@@ -231,20 +230,6 @@ class _Filling:
             for start, end in blocks(torch.Size((*into.shape, 1)[:2]), TAKEN):
                 into[start:end] = part.rows(start, end)
                 self._tell_rows(part, start, end)
-
-
-def _together_read(
-    entries: Mapping[str, Stored], places: dict[str, Place]
-) -> list[tuple[Llama | Layer, str, list[_Part]]]:
-    """The tensors in the order of the files, grouped by the tensor of the network that they fill:
-    (owner, slot, parts). So only one matrix at a time is incomplete, wherever its parts are."""
-    groups: dict[tuple[int, str], tuple[Llama | Layer, str, list[_Part]]] = {}
-    for name in sorted(places, key=lambda name: (entries[name].path, entries[name].start)):
-        place = places[name]
-        key = (id(place.owner), place.slot)
-        group = groups.setdefault(key, (place.owner, place.slot, []))
-        group[2].append((entries[name], place))
-    return list(groups.values())
 
 
 def check_form(form: str, device: torch.device, dtype: torch.dtype, config: ModelConfig) -> None:
