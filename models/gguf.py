@@ -327,7 +327,10 @@ class Gguf:
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer. Raises CorruptModel or UnsupportedModel."""
-        pieces, kinds = self._pieces()
+        pieces = self._texts("tokens")
+        kinds = self._told("token_type", [_NORMAL] * len(pieces))
+        if not isinstance(kinds, list) or len(kinds) != len(pieces) or not pieces:
+            raise self._bad("tokenizer.ggml.token_type does not fit the tokens")
         named = {}
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
             id = self._told(f"{key}_token_id")
@@ -344,7 +347,7 @@ class Gguf:
         ]
         words = self._told("model") == "llama"
         if words:
-            merges = joined(self._by_score(vocab), vocab)
+            merges = joined(self._by_score(vocab, kinds), vocab)
             prefix = bool(self._told("add_space_prefix", True))
             made = pieces_of_words(vocab, merges, added, named.get("unk_token"), prefix)
         else:
@@ -370,14 +373,6 @@ class Gguf:
             raise self._bad(f"has no complete tokenizer (tokenizer.ggml.{key})", "use another file")
         return found
 
-    def _pieces(self) -> tuple[list[str], list[int]]:
-        """The tokens and their types."""
-        pieces = self._texts("tokens")
-        kinds = self._told("token_type", [_NORMAL] * len(pieces))
-        if not isinstance(kinds, list) or len(kinds) != len(pieces) or not pieces:
-            raise self._bad("tokenizer.ggml.token_type does not fit the tokens")
-        return pieces, kinds
-
     def _cuts(self) -> Cuts:
         model, pre = self._told("model"), self._told("pre", "default")
         if model != "gpt2":
@@ -389,11 +384,11 @@ class Gguf:
             )
         return CUTS[pre]
 
-    def _by_score(self, vocab: Mapping[str, int]) -> list[str]:
+    def _by_score(self, vocab: Mapping[str, int], kinds: list[int]) -> list[str]:
         """The pieces that sentencepiece joins, those with the largest score first."""
-        scores, (pieces, kinds) = self._told("scores"), self._pieces()
+        scores = self._told("scores")
         real = isinstance(scores, list) and all(isinstance(one, float) for one in scores)
-        if not real or len(scores) != len(pieces):
+        if not real or len(scores) != len(kinds):
             raise self._bad("tokenizer.ggml.scores does not fit the tokens")
         normal = (p for p, id in vocab.items() if kinds[id] == _NORMAL and len(p) <= _LONGEST)
         return sorted(normal, key=lambda piece: -scores[vocab[piece]])

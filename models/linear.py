@@ -355,21 +355,16 @@ class Int8(PackedMatrix):
         self.scale = room(self.shape[:1], torch.bfloat16)
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
-        """See `PackedMatrix`."""
         rows = slice(start, start + len(weight))
         pack = (self.packing and self.packing().pack_int8) or pack_int8
         pack(_dense(weight, kind), self.quantised[rows], self.scale[rows], kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        """See `PackedMatrix`."""
         self.quantised[start : start + len(codes)] = codes
         self.scale[start : start + len(codes)] = scale[:, 0]
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `PackedMatrix`."""
-        room = None
-        if scratch is not None:
-            room = scratch.room(end - start, self.shape[1], torch.bfloat16)
+        room = scratch and scratch.room(end - start, self.shape[1], torch.bfloat16)
         return torch.mul(self.quantised[start:end], self.scale[start:end, None], out=room).t()
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -402,17 +397,14 @@ class Int4(PackedMatrix):
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
 
     def use(self, ops: Kernels, dtype: torch.dtype) -> None:
-        """See `Plain`."""
         super().use(ops, dtype)
         self.unpack = ops.unpack_int4_rows
 
     def takes_blocks(self, kind: int) -> bool:
-        """See `PackedMatrix`."""
         fits = kind in FOUR_BITS and self.group == PAIRED and half_tile() is not None
         return fits and super().takes_blocks(kind)
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
-        """See `PackedMatrix`."""
         end = start + len(weight)
         if self.packing is None:
             pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
@@ -424,7 +416,6 @@ class Int4(PackedMatrix):
         pack(_dense(weight, kind), self.packed[rows], self.scales[:, rows], half, kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        """See `PackedMatrix`."""
         assert middle is not None
         end, groups = start + len(codes), len(self.scales)
         both = torch.stack((scale, middle), 2).to(torch.bfloat16).transpose(0, 1)
@@ -447,7 +438,6 @@ class Int4(PackedMatrix):
         return made[:, : self.shape[0]]
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `PackedMatrix`. For a CPU."""
         half = half_tile()
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
@@ -461,7 +451,6 @@ class Int4(PackedMatrix):
         return made.view(inside, size)[:, : end - start]
 
     def dense(self) -> Tensor:
-        """See `Plain`."""
         if self.packing is not None:
             return super().dense()
         made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
