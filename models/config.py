@@ -192,8 +192,8 @@ class ModelConfig:
 
 
 class Reader:
-    """Typed access to one JSON object, by default by the keys of config.json. Every error names the file and
-    the key. names: the file's own names of keys, if they differ."""
+    """Typed access to one JSON object. Every error names the file and the key. names: the file's
+    own names of config.json's keys, if they differ."""
 
     def __init__(
         self, raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None

@@ -177,29 +177,26 @@ class _Filling:
             return
         # Rows of four bits are packed in whole tiles.
         whole = all(part.shape[0] % made.tile == 0 for part in found[:-1])
+        # The columns that share a scale in the file must be a multiple of these.
+        group = made.group if isinstance(made, Int4) else made.shape[1]
         at = 0
         for one in found if whole else [Fused(found)]:
+            raw = one if isinstance(one, Blocks) and made.takes_blocks(one.kind.number) else None
+            alike = one.form == made.form and not (one.group or 0) % group
             # Threads wait for each other after every piece, so pieces of blocks are larger.
-            most = TAKEN if _as_blocks(made, one) is None else 4 * TAKEN
-            for start, end in blocks(torch.Size(one.shape), most):
-                self._pack(made, at + start, one, start, end)
+            for start, end in blocks(torch.Size(one.shape), TAKEN if raw is None else 4 * TAKEN):
+                if raw is not None:
+                    made.pack(at + start, raw.blocks(start, end), raw.kind.number)
+                elif alike:
+                    made.fill(at + start, *one.steps(start, end))
+                else:
+                    made.pack(at + start, one.rows(start, end))
+                self._tell_rows(one, start, end)
             at += one.shape[0]
         if isinstance(owner, Layer):
             setattr(owner, slot, made)
         else:
             self.network.keep_packed(slot, made)
-
-    def _pack(self, made: Int8 | Int4, at: int, part: Fused | Stored, start: int, end: int) -> None:
-        """Pack rows of a part as the rows of `made` from `at` on."""
-        # The columns that share a scale in the file must be a multiple of these.
-        group = made.group if isinstance(made, Int4) else made.shape[1]
-        if (blocks := _as_blocks(made, part)) is not None:
-            made.pack(at, blocks.blocks(start, end), blocks.kind.number)
-        elif part.form == made.form and not (part.group or 0) % group:
-            made.fill(at, *part.steps(start, end))
-        else:
-            made.pack(at, part.rows(start, end))
-        self._tell_rows(part, start, end)
 
     def _tell_rows(self, part: Fused | Stored, start: int, end: int) -> None:
         rows = part.shape[0]
@@ -326,11 +323,6 @@ def _account(entries: Mapping[str, Stored], places: dict[str, Place]) -> None:
                 f"{entry.path.name}: {quote(entry.name)} has shape {list(entry.shape)}, "
                 f"the configuration means {list(wants)}"
             )
-
-
-def _as_blocks(made: Int8 | Int4, part: Fused | Stored) -> Blocks | None:
-    """The part, if its blocks can be packed without decoding."""
-    return part if isinstance(part, Blocks) and made.takes_blocks(part.kind.number) else None
 
 
 def _check_room(config: ModelConfig, device: torch.device, dtype: torch.dtype, form: str) -> None:
