@@ -47,6 +47,7 @@ takes some tens of bytes, and a pair of an object up to 350. The largest real vo
 as many lists and items, and six tenths as many pairs."""
 
 CONFIGS = ("config.json", "params.json")
+NO_CONFIG = "the repository has no config.json: it holds no model"
 SETTINGS = ("config.json", "generation_config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 TOKENIZER = (
@@ -68,7 +69,7 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     index, files = weight_files(present)
     wanted = present & {*SETTINGS, *TOKENIZER, index, *files}
     if not wanted & {*CONFIGS}:
-        raise no_config()
+        raise ModelUnavailable(NO_CONFIG)
     if wanted & {*_TOKENIZERS}:
         wanted -= {"tekken.json"}  # 15 MB, needed only if there is no other
     else:
@@ -89,11 +90,6 @@ def weight_files(names: Collection[str]) -> tuple[str, list[str]]:
     if not original:
         raise no_weights(names)
     return ORIGINAL_INDEX if ORIGINAL_INDEX in names else "", original
-
-
-def no_config() -> ModelUnavailable:
-    """The error for a repository without a configuration."""
-    return ModelUnavailable("the repository has no config.json: it holds no model")
 
 
 def is_gguf(name: str) -> bool:
@@ -234,33 +230,26 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 _AGAIN = "download the file again; `hf download NAME` fetches a whole model"
-_STAND_INS = (
-    (
-        re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
-        "is a Git LFS pointer, not the file itself",
-        "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
-    ),
-    (
-        re.compile(
-            rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
-            re.IGNORECASE | re.DOTALL,
-        ),
-        "is a web page, not the file that should have been downloaded",
-        _AGAIN,
-    ),
-)
+_POINTER = re.compile(r"version https?://(git-lfs|hawser|git-media)\b|# xet version ")
+_PAGE = re.compile(r"(?is)\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b")
 
 
 def refuse_stand_in(data: bytes, name: str) -> None:
     """Raise CorruptModel if a file is one of the stand-ins that some downloads leave. data: at
     least its first bytes."""
-    first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
+    first = _beginning(data[:1024])
+    if _POINTER.match(first):
+        raise CorruptModel(
+            f"{name} is a Git LFS pointer, not the file itself",
+            "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
+        )
     # A chat template may itself begin with tags that it writes. But no template writes a doctype,
     # and the scripts of a web page may contain double braces.
-    tags = b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
-    for pattern, what, hint in _STAND_INS:
-        if pattern.match(first) and not (name.endswith(".jinja") and tags):
-            raise CorruptModel(f"{name} {what}", hint)
+    tags = "<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
+    if _PAGE.match(first) and not (name.endswith(".jinja") and tags):
+        raise CorruptModel(
+            f"{name} is a web page, not the file that should have been downloaded", _AGAIN
+        )
 
 
 def refuse_text(data: bytes, name: str) -> None:

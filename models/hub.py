@@ -23,10 +23,10 @@ from minikv.models import places
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, quote
 from minikv.models.files import (
     CONFIGS,
+    NO_CONFIG,
     gguf_of,
     is_gguf,
     missing_files,
-    no_config,
     no_weights,
     unfinished,
     wanted_files,
@@ -157,7 +157,7 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
         names = {sibling.rfilename for sibling in info.siblings or ()}
         wanted = next((name for name in CONFIGS if name in names), None)
         if wanted is None:
-            raise no_weights(names) if any(map(is_gguf, names)) else no_config()
+            raise no_weights(names) if any(map(is_gguf, names)) else ModelUnavailable(NO_CONFIG)
         return Path(hub.hf_hub_download(found, wanted, revision=revision)).parent
 
 
