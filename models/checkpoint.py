@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -57,9 +57,6 @@ _COMPUTED = re.compile(
     r"(.+\.)?(rotary_(pos_)?emb\.\w+|rope\.freqs|freqs_(cis|cos|sin)|(cos|sin)_cached)"
 )
 """Tables of the rotary embedding. Some programs store them; this network computes them."""
-
-
-_AnyStored = TypeVar("_AnyStored", bound=Stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +200,7 @@ class Checkpoint:
         except OSError as error:
             raise unreadable(folder, error) from None
         original = index != INDEX and files != [SINGLE]
+        entries: Mapping[str, Stored]
         if index:
             entries = _sharded(folder, folder / index)
         else:
@@ -243,11 +241,9 @@ def _text_name(name: str) -> str:
     return _WRAPPED.sub(lambda match: match[1] or "model.", name, count=1)
 
 
-def renamed(
-    entries: Mapping[str, _AnyStored], rename: Callable[[str], str]
-) -> dict[str, _AnyStored]:
+def renamed(entries: Mapping[str, Stored], rename: Callable[[str], str]) -> dict[str, Stored]:
     """The tensors under other names; "" leaves one out. Raises CorruptModel."""
-    made: dict[str, _AnyStored] = {}
+    made: dict[str, Stored] = {}
     for name, entry in entries.items():
         new = rename(name)
         if new in made:

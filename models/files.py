@@ -38,7 +38,6 @@ JSON_LIMITS = {
 }
 """The limits for JSON files in bytes; 1 MiB for any other name. Real files have at most about half
 of that."""
-_JSON_LIMIT = 1 << 20
 TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
 """The most tensors and files of a model. The largest real models have a tenth of that."""
 _CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
@@ -177,12 +176,11 @@ def missing_files(folder: Path) -> str:
 def weight_map(path: Path) -> dict[str, str]:
     """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
     CorruptModel."""
-    data = read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT))
-    if data.count(b":") > TENSOR_LIMIT + 1000:
-        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
-    mapping = parse_json(data, path.name).get("weight_map")
+    mapping = read_json(path).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CorruptModel(f"{path.name}: weight_map is missing or empty")
+    if len(mapping) > TENSOR_LIMIT:
+        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
     for tensor, shard in mapping.items():
         if not isinstance(shard, str) or SHARD_NAME.fullmatch(shard) is None:
             raise CorruptModel(
@@ -291,7 +289,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ModelUnavailable; and CorruptModel, which names the file, for invalid JSON, NaN, a
     duplicate key, or a top level that is not an object.
     """
-    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
+    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, 1 << 20)), path.name)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

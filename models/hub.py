@@ -460,8 +460,6 @@ def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, i
 def _free_disk(folder: Path) -> int | None:
     """Bytes free on the disk where `folder` is or will be; None if the system does not say."""
     try:
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(next(filter(Path.exists, (folder, *folder.parents)))).free
     except OSError:
         return None
