@@ -236,7 +236,8 @@ class Plain:
 
 
 class PackedMatrix:
-    """A matrix with eight or four bits per weight: the common part of `Int8` and `Int4`.
+    """A matrix with eight or four bits per weight: the common part of `Int8` and `Int4`. weights
+    and scales are those of `kernels.product.matrix.Matrix`.
 
     Made from weights without memory (on torch's meta device), it is empty, and `pack` fills in the
     rows. packing: packs for a CPU; None: the matrix is for a GPU, and torch packs it.
@@ -248,7 +249,8 @@ class PackedMatrix:
     """
 
     form: str
-    names: tuple[str, str]  # of the tensors with weights and scales
+    weights: Tensor
+    scales: Tensor
     tile = 1  # rows that are packed together
 
     def __init__(
@@ -303,15 +305,11 @@ class PackedMatrix:
         """See `Plain`."""
         return self.columns(0, self.shape[0]).t()
 
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors of the packed matrix, by name, with its bias."""
-        found = {name: getattr(self, name) for name in (*self.names, "bias")}
-        return {name: part for name, part in found.items() if part is not None}
-
     @property
     def nbytes(self) -> int:
         """See `Plain`."""
-        return sum(part.nbytes for part in self.parts().values())
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weights.nbytes + self.scales.nbytes + bias
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """Pack weight [n, in], or blocks of a file, as the rows from `start` to `start` + n. start:
@@ -347,32 +345,34 @@ class Int8(PackedMatrix):
     """A matrix with eight bits per weight and one bfloat16 scale per row. `in` must be a multiple
     of 16, because torch's kernel reads whole vectors."""
 
-    form, names = "int8", ("quantised", "scale")
+    form = "int8"
 
     def _allocate(self, room: Empty, group: int) -> None:
         assert suits("int8", self.shape[1])
-        self.quantised = room(self.shape, torch.int8)
-        self.scale = room(self.shape[:1], torch.bfloat16)
+        self.weights = room(self.shape, torch.int8)
+        self.scales = room(self.shape[:1], torch.bfloat16)
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         rows = slice(start, start + len(weight))
         pack = (self.packing and self.packing().pack_int8) or pack_int8
-        pack(_dense(weight, kind), self.quantised[rows], self.scale[rows], kind)
+        pack(_dense(weight, kind), self.weights[rows], self.scales[rows], kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        self.quantised[start : start + len(codes)] = codes
-        self.scale[start : start + len(codes)] = scale[:, 0]
+        self.weights[start : start + len(codes)] = codes
+        self.scales[start : start + len(codes)] = scale[:, 0]
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        room = scratch and scratch.room(end - start, self.shape[1], torch.bfloat16)
-        return torch.mul(self.quantised[start:end], self.scale[start:end, None], out=room).t()
+        room = None
+        if scratch is not None:
+            room = scratch.room(end - start, self.shape[1], torch.bfloat16)
+        return torch.mul(self.weights[start:end], self.scales[start:end, None], out=room).t()
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows `ids` [t] of the weights, bfloat16 [t, in], for an embedding."""
-        return torch.mul(self.quantised[ids], self.scale[ids, None])
+        return torch.mul(self.weights[ids], self.scales[ids, None])
 
     def _few(self, x: Tensor) -> Tensor:
-        return torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
+        return torch._weight_int8pack_mm(x.contiguous(), self.weights, self.scales)
 
 
 class Int4(PackedMatrix):
@@ -383,7 +383,7 @@ class Int4(PackedMatrix):
     unpack: unpacks all rows on a GPU; None: torch.
     """
 
-    form, names, tile = "int4", ("packed", "scales"), _TILE
+    form, tile = "int4", _TILE
     unpack: Callable[..., None] | None = None
 
     def _allocate(self, room: Empty, group: int) -> None:
@@ -393,7 +393,7 @@ class Int4(PackedMatrix):
         self.group = group = found
         if self.packing is not None:
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
-        self.packed = room((rows, columns // 2), torch.uint8)
+        self.weights = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
 
     def use(self, ops: Kernels, dtype: torch.dtype) -> None:
@@ -407,13 +407,13 @@ class Int4(PackedMatrix):
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         end = start + len(weight)
         if self.packing is None:
-            pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
+            pack_int4_rows(weight, self.weights[start:end], self.scales[:, start:end])
             return
         tiles, half = -(-end // _TILE) * _TILE, half_tile()
         self.scales[:, end:tiles] = 0
         pack = (half is not None and self.packing().pack_int4) or pack_int4
         rows = slice(start, tiles)
-        pack(_dense(weight, kind), self.packed[rows], self.scales[:, rows], half, kind)
+        pack(_dense(weight, kind), self.weights[rows], self.scales[:, rows], half, kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
         assert middle is not None
@@ -422,18 +422,18 @@ class Int4(PackedMatrix):
         times = groups // len(both)
         self.scales[:, start:end] = both if times == 1 else both.repeat_interleave(times, 0)
         if self.packing is None:
-            codes = codes.to(self.packed.device)
+            codes = codes.to(self.weights.device)
             same = self.group == PAIRED
-            self.packed[start:end] = codes if same else _in_rows(apart(codes), groups)
+            self.weights[start:end] = codes if same else _in_rows(apart(codes), groups)
             return
         tiles = -(-end // _TILE) * _TILE
         self.scales[:, end:tiles] = 0
         codes = codes if end == tiles else F.pad(codes, (0, 0, 0, tiles - end))
-        self.packed[start:tiles] = _tiled(codes, half_tile())
+        self.weights[start:tiles] = _tiled(codes, half_tile())
 
     def _few(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self.packed, self.group, self.scales
+            x.contiguous(), self.weights, self.group, self.scales
         )
         return made[:, : self.shape[0]]
 
@@ -443,7 +443,7 @@ class Int4(PackedMatrix):
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
             return self._few(eye)[:, start:end]  # exact, because no values are added
-        steps = _untiled(self.packed[start : start + size], half).transpose(0, 1)
+        steps = _untiled(self.weights[start : start + size], half).transpose(0, 1)
         steps = steps.reshape(inside // self.group, self.group, size)
         pairs = self.scales[:, None, start : start + size].unbind(-1)
         scale, middle = (part.contiguous() for part in pairs)  # 30 times as fast as interleaved
@@ -453,8 +453,8 @@ class Int4(PackedMatrix):
     def dense(self) -> Tensor:
         if self.packing is not None:
             return super().dense()
-        made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
-        (self.unpack or unpack_int4_rows)(self.packed, self.scales, made)
+        made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.weights.device)
+        (self.unpack or unpack_int4_rows)(self.weights, self.scales, made)
         return made
 
 
@@ -484,8 +484,7 @@ def as_read(made: Linear) -> Matrix | None:
     half = half_tile() if isinstance(made, Int4) and made.packing is not None else 0
     if half is None:
         return None
-    weights, scales = (getattr(made, name) for name in made.names)
-    return Matrix(rows, columns, weights, scales, made.bias, half)
+    return Matrix(rows, columns, made.weights, made.scales, made.bias, half)
 
 
 def split(form: str) -> tuple[str, str]:
