@@ -232,19 +232,16 @@ class Reader:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.bad(key, "true or false")
-        return value
+        return bool(self._typed(key, bool, "true or false", default))
 
     def table(self, key: str) -> Mapping[str, Any]:
-        value = self.raw.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.bad(key, "an object")
+        found: dict[str, Any] = self._typed(key, dict, "an object", {})
+        return found
+
+    def _typed(self, key: str, kind: type, wants: str, default: Any) -> Any:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not isinstance(value, kind):
+            raise self.bad(key, wants)
         return value
 
 

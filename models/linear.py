@@ -245,7 +245,8 @@ class PackedMatrix:
     `use` sets these. product: multiplies a few rows on a CPU, and many rows if `many`; it may round
     activations to eight bits (kernels/product/cpu.py); None: torch, which leaves them in
     bfloat16. rows_product: multiplies many rows if `product` does not; None: unpack a block at a
-    time. row: multiplies one row on a GPU, bias included.
+    time. row: multiplies one row on a GPU, bias included. unpack: unpacks all rows of `Int4` on a
+    GPU; None: torch.
     """
 
     form: str
@@ -265,6 +266,7 @@ class PackedMatrix:
         self.many = True
         self.rows_product: Product | None = None
         self.row: Callable[[Tensor], Tensor] | None = None
+        self.unpack: Callable[..., None] | None = None
         self._allocate(room, group)
         if not plain.weight.is_meta:
             self.pack(0, plain.weight)
@@ -273,6 +275,7 @@ class PackedMatrix:
         """See `Plain`."""
         read = as_read(self)
         self.product = self.row = self.rows_product = None
+        self.unpack = ops.unpack_int4_rows
         if self.packing is None:
             if ops.packed_row is not None and read is not None:
                 self.row = ops.packed_row(read, dtype)
@@ -379,12 +382,10 @@ class Int4(PackedMatrix):
     """A matrix with four bits per weight, and a bfloat16 scale and middle for each group of
     `GROUPS` columns of a row (`_sixteen_steps`).
 
-    On a CPU it is packed in tiles (`half_tile`), on a GPU in rows (`pack_int4_rows`). `use` sets
-    unpack: unpacks all rows on a GPU; None: torch.
+    On a CPU it is packed in tiles (`half_tile`), on a GPU in rows (`pack_int4_rows`).
     """
 
     form, tile = "int4", _TILE
-    unpack: Callable[..., None] | None = None
 
     def _allocate(self, room: Empty, group: int) -> None:
         rows, columns = self.shape
@@ -395,10 +396,6 @@ class Int4(PackedMatrix):
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
         self.weights = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
-
-    def use(self, ops: Kernels, dtype: torch.dtype) -> None:
-        super().use(ops, dtype)
-        self.unpack = ops.unpack_int4_rows
 
     def takes_blocks(self, kind: int) -> bool:
         fits = kind in FOUR_BITS and self.group == PAIRED and half_tile() is not None
