@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -119,10 +120,7 @@ def _entry(name: str, facts: Any, path: Path, base: int) -> Entry:
         raise CorruptModel(f"{where}: bad shape {quote(shape)}")
     if not _counts(span) or len(span) != 2 or span[0] > span[1]:
         raise CorruptModel(f"{where}: bad data_offsets {quote(span)}")
-    bits = _BITS[dtype]
-    for size in shape:
-        bits *= size
-    if bits != 8 * (span[1] - span[0]):
+    if prod((_BITS[dtype], *shape)) != 8 * (span[1] - span[0]):
         raise CorruptModel(f"{where}: {quote(shape)} of {dtype} does not fill {quote(span)}")
     return Entry(name, path, base + span[0], tuple(shape), span[1] - span[0], dtype=dtype)
 

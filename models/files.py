@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -336,11 +337,10 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in made:
-            raise ValueError(f"key {quote(key)} is given twice")
-        made[key] = value
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {quote(twice)} is given twice")
     return made
 
 

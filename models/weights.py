@@ -161,9 +161,9 @@ class _Filling:
         empty = getattr(owner, slot)
         if isinstance(empty, Plain) and empty.bias is not None:
             empty.bias = self.room(empty.bias.shape, empty.bias.dtype)
-            self._read([part for part in parts if part[1].kind == "bias"])
+            self._read([part for part in parts if part[1].bias])
         weights = sorted(
-            (part for part in parts if part[1].kind != "bias"),
+            (part for part in parts if not part[1].bias),
             key=lambda part: part[1].rows.start or 0,  # in the matrix's order, not the file's
         )
         found = [entry for entry, _ in weights]
