@@ -392,8 +392,9 @@ class _Watched:
 
     def plan(self, files: int, size: int, cache: Path) -> None:
         """Announce the download. Raises ModelUnavailable if the disk of `cache` is too small."""
-        free = _free_disk(cache)
-        gib = 2**30
+        free, gib = None, 2**30
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(next(filter(Path.exists, (cache, *cache.parents)))).free
         if free is not None and size > free:
             raise ModelUnavailable(
                 f"the download takes {size / gib:.1f} GiB in {files} files, and only "
@@ -455,11 +456,3 @@ def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, i
         files += 1
         size += getattr(sibling, "size", None) or 0
     return files, size
-
-
-def _free_disk(folder: Path) -> int | None:
-    """Bytes free on the disk where `folder` is or will be; None if the system does not say."""
-    try:
-        return shutil.disk_usage(next(filter(Path.exists, (folder, *folder.parents)))).free
-    except OSError:
-        return None
