@@ -158,7 +158,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             kv=str(kv.kv).removeprefix("torch."),
             kernels=kv.ops.name,
             load_s=load_s,
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=network.weight_bytes,
             weights=config.form if settings.weights == "auto" and config.form else settings.weights,
             notes=(*config.notes, *loaded.tokenizer.notes),
         ),

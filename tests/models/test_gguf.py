@@ -102,7 +102,7 @@ def test_a_mixed_file_is_kept_in_its_own_forms(tied: bool, tmp_path: Path) -> No
     loaded = models.load(path)
     net, config = loaded.network, loaded.config
     assert config.form == ("Q4_1" if not tied else "Q4_0") or config.form.startswith("Q")
-    assert loaded.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "auto")
+    assert net.weight_bytes == weights.weight_bytes(config, torch.bfloat16, "auto")
     found = [
         (net.layers[1].qkv, Int8, ["blk.1.attn_q", "blk.1.attn_k", "blk.1.attn_v"]),
         (net.layers[1].out, Int4, ["blk.1.attn_output"]),

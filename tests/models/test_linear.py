@@ -169,7 +169,7 @@ def test_the_layout_of_four_bits_for_a_gpu() -> None:
     made = packed(Plain((steps.float() - 8)[None].bfloat16()), "int4 for a GPU")
     assert isinstance(made, Int4)
     assert made.scales.flatten().tolist() == [1.0, 0.0]
-    assert made.packed[0].tolist() == [i | (15 - i) << 4 for i in range(16)]
+    assert made.weights[0].tolist() == [i | (15 - i) << 4 for i in range(16)]
 
 
 def test_rows_of_zeros_and_extremes_survive() -> None:
@@ -288,7 +288,7 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
     states = made.hidden(ids, DenseAttend((None, None)))
     assert torch.equal(states, plain.hidden(ids, DenseAttend((None, None))))
     assert near(made.logits(states), states, head.dense())
-    exact = head.quantised.float() * head.scale.float()[:, None]
+    exact = head.weights.float() * head.scales.float()[:, None]
     plain.head = Plain(torch.eye(64, dtype=torch.bfloat16))  # its logits: the last token's state
     one, two = DenseAttend((None, None)), DenseAttend((None, None))
     for part in (ids, ids[3:4], ids[7:8]):  # a prompt, and steps
