@@ -15,7 +15,6 @@ from minikv.cli.settings.flags import Call, command, group, text
 from minikv.errors import UsageError
 from minikv.models import refuse_without_torch
 from minikv.policies import Option, find, part_names, prompt_names, registry, step_names
-from minikv.policies.composition import parse
 from minikv.policies.options import Method, options_of
 
 _QUESTIONS = {
@@ -69,7 +68,7 @@ def show(
         card = _card(registry.method(name), wide)
     elif name in (*registry.SCORERS, *part_names()):
         card = _part(registry.part(name), wide)
-    elif len(parse(name)) > 1 or name in registry.GONE:
+    elif len(registry.parse(name)) > 1 or name in registry.GONE:
         card = _card(find(name), wide)
     else:
         near = guess(name, [*registry.method_names(), *registry.SCORERS, *part_names()])

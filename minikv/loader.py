@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from dataclasses import fields
 from functools import cache
 from os import PathLike, fspath
 from time import perf_counter
@@ -23,20 +24,15 @@ if TYPE_CHECKING:
     from minikv.cache.stats import Shape
     from minikv.chat.session import ChatSession
     from minikv.models.config import ModelConfig
+    from minikv.models.hub import Progress
     from minikv.models.linear import Packing
     from minikv.models.llama import Llama
 
+    class LoadProgress(Progress, Protocol):
+        """Shows the progress of loading."""
 
-class LoadProgress(Protocol):
-    """Shows the progress of loading: the methods of `minikv.models.hub.Progress`, and `kernels`."""
-
-    def planned(self, files: int, size: int, free: int | None) -> None: ...
-    def download(self, done: int, total: int) -> None: ...
-    def weights(self, done: int, total: int) -> None: ...
-    def say(self, line: str) -> None: ...
-    def kernels(self) -> None:
-        """Called before the C kernels are compiled, which takes seconds."""
-        ...
+        def kernels(self) -> None:
+            """Called before the C kernels are compiled, which takes seconds."""
 
 
 def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSession:
@@ -62,7 +58,8 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     from minikv.chat.store import Store, cache_folder
     from minikv.engine.engine import Engine
     from minikv.engine.sampling import Sampling
-    from minikv.engine.warmup import compiles, remarks, warm
+    from minikv.engine.warmup import warm
+    from minikv.kernels.native import build as native
     from minikv.models import free_memory, load
     from minikv.models.identity import digests
     from minikv.models.weights import packed_forms
@@ -73,17 +70,15 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
         threads.use(settings.threads)
     rules = eviction.rules()
 
-    def announce(device: torch.device) -> None:
-        """Call `progress.kernels` if the C kernels must be compiled."""
-        if progress is not None and compiles(device, settings.kernels):
-            for line in remarks(device, settings.kernels):
+    def announce() -> None:
+        """Call `progress.kernels` if the C kernels of a CPU must still be compiled, once per
+        machine."""
+        if progress is not None and settings.kernels == "auto" and native.compiles():
+            for line in native.remarks():
                 progress.say(line)
             progress.kernels()
 
-    def first() -> None:
-        announce(torch.device("cpu"))
-
-    packing = packing_of(settings.kernels, first)  # used only for a CPU
+    packing = packing_of(settings.kernels, announce)  # used only for a CPU
     began = perf_counter()
     loaded = load(
         settings.model,
@@ -97,7 +92,9 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     )
     load_s = perf_counter() - began
     config, network, own = loaded.config, loaded.network, loaded.config.own
-    announce(network.device)
+    cuda = network.device.type == "cuda"
+    if not cuda:
+        announce()
     kv = KVCache(
         shape_of(config),
         rules,
@@ -119,7 +116,6 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             warm(kv, network)
         if kv.ops.name != "triton":
             network.use(None)
-    cuda = network.device.type == "cuda"
     recall = Recall(kv, settings.tier, settings.tier_dtype, free_memory)
     if settings.remember != "off":
         # Computed now, because the files may be replaced while the chat is open.
@@ -162,7 +158,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
             kv=str(kv.kv).removeprefix("torch."),
             kernels=kv.ops.name,
             load_s=load_s,
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=network.weight_bytes,
             weights=config.form if settings.weights == "auto" and config.form else settings.weights,
             notes=(*config.notes, *loaded.tokenizer.notes),
         ),
@@ -220,14 +216,7 @@ def shape_of(config: ModelConfig) -> Shape:
     """The sizes of a model that a cache must know."""
     from minikv.cache.stats import Shape
 
-    return Shape(
-        layers=config.layers,
-        kv_heads=config.kv_heads,
-        heads=config.heads,
-        head_dim=config.head_dim,
-        windows=config.windows,
-        max_context=config.max_context,
-    )
+    return Shape(**{one.name: getattr(config, one.name) for one in fields(Shape)})
 
 
 def prompt_rows(*, cuda: bool, head_dim: int) -> int | None:

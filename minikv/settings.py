@@ -8,6 +8,7 @@ file, the `MINIKV_*` variables, the settings of `/set`, and the checks of `minik
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -170,29 +171,37 @@ _KINDS: Mapping[type, str] = {
 
 
 def setting(
-    default: Plain | None, help: str, panel: str, *, flag_default: Plain | None = None, **how: Any
+    default: Plain | None,
+    panel: str,
+    more: str = "",
+    *,
+    flag_default: Plain | None = None,
+    **how: Any,
 ) -> Any:
-    """A dataclass field with a `Setting` as metadata. flag_default: if None, the flag's default is
-    that of the field, or "" if that is None. how: other fields of `Setting`."""
+    """A dataclass field with a `Setting` as metadata. Its help is the paragraph "name: text" of the
+    class's docstring, with `more` at the end. flag_default: if None, the flag's default is that of
+    the field, or "" if that is None. how: other fields of `Setting`."""
     if panel in (CACHE, DOCUMENTS, SAMPLING):  # settings of a chat only
         how.setdefault("commands", _CHAT)
     how.setdefault("live", panel == SAMPLING)
     shown = default if flag_default is None else flag_default
-    made = Setting("", "" if shown is None else shown, help, panel, **how)
+    made = Setting("", "" if shown is None else shown, more, panel, **how)
     return field(default=default, metadata={_KEY: made})
 
 
 @functools.cache  # the arguments are always the same few classes
 def settings_of(*kinds: type) -> Mapping[str, Setting]:
     """The settings of these classes' fields by name, in order."""
-    return MappingProxyType(
-        {
-            one.name: replace(one.metadata[_KEY], name=one.name)
-            for kind in kinds
-            for one in fields(kind)
-            if _KEY in one.metadata
-        }
-    )
+    found = {}
+    for kind in kinds:
+        texts = inspect.cleandoc(kind.__doc__ or "")
+        told = dict(re.findall(r"^(\w+): (.+(?:\n +.+)*)", texts, re.M))
+        for name, one in ((one.name, one.metadata.get(_KEY)) for one in fields(kind)):
+            if one is not None:
+                text = told.get(name, "")  # there is none with python -OO
+                help = " ".join(text.split()) + one.help
+                found[name] = replace(one, name=name, help=help)
+    return MappingProxyType(found)
 
 
 def refuse_gone(name: str, where: str, hint: str = "") -> None:
@@ -234,55 +243,63 @@ def known_size(text: str) -> None:
 @dataclass(frozen=True, slots=True)
 class Settings:
     """All settings that affect what a chat computes. Raises UsageError for values that are wrong on
-    every machine.
+    every machine. In Python, `model` None is the bundled one, `threads` None leaves torch's number,
+    and `options` are those of the policies, by name.
 
-    model: None is the bundled one. threads: None leaves torch's number. options: those of the
-    policies, by name.
+    model: the model: a directory, a name on the Hugging Face hub, or an alias; without it, the
+        small bundled one
+    revision: commit, branch or tag of a hub model
+    offline: never use the network
+    device: auto, cpu, cuda or cuda:N
+    dtype: number format of weights and cache: float32, bfloat16, float16; auto: that of the files
+    weights: quantize the weights to int8 or int4 (on a CPU, activations are then quantized to int8,
+        too); int8+head and int4+head: also the output matrix (and a tied embedding), in int8; auto
+        and plain: as --dtype says
+    policy: which tokens stay in memory after a prompt was read (`minikv policies` explains)
+    budget: tokens per head that stay in memory, averaged over heads and layers (512), a share of
+        the prompt (20%), or memory for all layers (64MiB); auto: all of them while they fit, else
+        as many as fit
+    decode: which tokens leave memory while the answer is written
+    stride: read the prompt in blocks of this many tokens and evict after each; needs a policy that
+        can also evict while writing, such as --policy roco; 0: the prompt in one piece
+    kv: number format of cached keys and values; auto: --dtype; int8: about half of bfloat16
+    reuse: what a later question is answered from: recall: all that was read, stored by --tier;
+        refresh: all that was read, after reading it again; once: the tokens that were kept for the
+        first question; blind: the tokens that were kept before any question was seen; auto: recall
+        if it fits, else refresh (kvzip: blind)
+    overflow: if a question does not fit the model's context: refuse it, or drop the oldest turns
+        (half of them, or all; the system prompt and the documents stay)
+    tier: where the keys and values of all that was read are stored, for --reuse recall: ram; file:
+        with the saved chat, which then continues without reading again; none; auto: on a GPU ram if
+        it fits, else a file; on a CPU a file, as ram would take what eviction saves (kvzip keeps
+        them only while it reads)
+    tier_dtype: number format of what --tier stores; same: that of the model; int8: about half of
+        bfloat16, but rounded: the same question, asked again, may get another answer
+    remember: disk space for prompts of 2,000 tokens and more that were read, so that no document is
+        read twice (at most a tenth of the free disk; `minikv cache` lists them); off: none
+    fidelity: with --tier, measure for each question what eviction loses (/stats shows it); off:
+        saves a step for each question
+    check: after each answer, until you type, write it again from all that --tier stores, and say
+        whether it is the answer of a cache without eviction
+    pin_system: never evict the system prompt
+    system: system prompt; @FILE reads it from a file
+    seed: seed of every random draw
+    threads: CPU threads; 0: as many as the process may use
+    kernels: kernels of attention and eviction; auto: Triton on a GPU, C on a CPU
     """
 
-    model: str | None = setting(
-        None,
-        "the model: a directory, a name on the Hugging Face hub, or an alias; without it, the "
-        "small bundled one",
-        MODEL,
-        common=True,
-        takes="NAME",
-        letters=("-m",),
-    )
-    revision: str | None = setting(
-        None, "commit, branch or tag of a hub model", MODEL, takes="NAME"
-    )
-    offline: bool = setting(False, "never use the network", MODEL)
+    model: str | None = setting(None, MODEL, common=True, takes="NAME", letters=("-m",))
+    revision: str | None = setting(None, MODEL, takes="NAME")
+    offline: bool = setting(False, MODEL)
     device: str = setting(
-        "auto",
-        "auto, cpu, cuda or cuda:N",
-        MODEL,
-        takes="NAME",
-        test=_known_device,
-        examples=("auto", "cpu", "cuda"),
+        "auto", MODEL, takes="NAME", test=_known_device, examples=("auto", "cpu", "cuda")
     )
-    dtype: str = setting(
-        "auto",
-        "number format of weights and cache: float32, bfloat16, float16; auto: that of the files",
-        MODEL,
-        choices=DTYPES,
-        takes="FORMAT",
-    )
-    weights: str = setting(
-        "auto",
-        "quantize the weights to int8 or int4 (on a CPU, activations are then quantized to int8, "
-        "too); int8+head and int4+head: also the output matrix (and a tied embedding), in int8; "
-        "auto and plain: as --dtype says",
-        MODEL,
-        choices=WEIGHTS,
-        common=True,
-        takes="FORMAT",
-    )
+    dtype: str = setting("auto", MODEL, choices=DTYPES, takes="FORMAT")
+    weights: str = setting("auto", MODEL, choices=WEIGHTS, common=True, takes="FORMAT")
     policy: str = setting(
         DEFAULT_PROMPT,
-        "which tokens stay in memory after a prompt was read (`minikv policies` explains): "
-        f"{', '.join(prompt_names())}",
         CACHE,
+        f": {', '.join(prompt_names())}",
         common=True,
         takes="NAME",
         later=_known_policy,
@@ -290,9 +307,6 @@ class Settings:
     )
     budget: str = setting(
         DEFAULT_BUDGET,
-        "tokens per head that stay in memory, averaged over heads and layers (512), a share of the "
-        "prompt (20%), or memory for all layers (64MiB); auto: all of them while they fit, else as "
-        "many as fit",
         CACHE,
         commands=(*_CHAT, "plan"),
         common=True,
@@ -303,114 +317,28 @@ class Settings:
     )
     decode: str = setting(
         "auto",
-        f"which tokens leave memory while the answer is written: auto, {', '.join(step_names())}",
         CACHE,
+        f": auto, {', '.join(step_names())}",
         takes="NAME",
         later=_known_step_policy,
         examples=("auto", *step_names()),
         live=True,
     )
-    stride: int = setting(
-        0,
-        "read the prompt in blocks of this many tokens and evict after each; needs a policy that "
-        "can also evict while writing, such as --policy roco; 0: the prompt in one piece",
-        CACHE,
-        within=(0, MOST_STRIDE),
-    )
-    kv: str = setting(
-        "auto",
-        "number format of cached keys and values; auto: --dtype; int8: about half of bfloat16",
-        CACHE,
-        choices=("auto", "int8"),
-    )
-    reuse: str = setting(
-        "auto",
-        "what a later question is answered from: recall: all that was read, stored by --tier; "
-        "refresh: all that was read, after reading it again; once: the tokens that were kept for "
-        "the first question; blind: the tokens that were kept before any question was seen; auto: "
-        "recall if it fits, else refresh (kvzip: blind)",
-        CACHE,
-        common=True,
-        takes="WAY",
-        choices=REUSES,
-        live=True,
-    )
-    overflow: str = setting(
-        "refuse",
-        "if a question does not fit the model's context: refuse it, or drop the oldest turns (half "
-        "of them, or all; the system prompt and the documents stay)",
-        CACHE,
-        takes="HOW",
-        choices=OVERFLOWS,
-        live=True,
-    )
-    tier: str = setting(
-        "auto",
-        "where the keys and values of all that was read are stored, for --reuse recall: ram; file: "
-        "with the saved chat, which then continues without reading again; none; auto: on a GPU ram "
-        "if it fits, else a file; on a CPU a file, as ram would take what eviction saves (kvzip "
-        "keeps them only while it reads)",
-        CACHE,
-        takes="PLACE",
-        choices=TIERS,
-    )
-    tier_dtype: str = setting(
-        "same",
-        "number format of what --tier stores; same: that of the model; int8: about half of "
-        "bfloat16, but rounded: the same question, asked again, may get another answer",
-        CACHE,
-        takes="FORMAT",
-        choices=TIER_DTYPES,
-    )
-    remember: str = setting(
-        "10GiB",
-        "disk space for prompts of 2,000 tokens and more that were read, so that no document is "
-        "read twice (at most a tenth of the free disk; `minikv cache` lists them); off: none",
-        CACHE,
-        takes="SIZE|off",
-        test=known_size,
-    )
-    fidelity: str = setting(
-        "on",
-        "with --tier, measure for each question what eviction loses (/stats shows it); off: saves "
-        "a step for each question",
-        CACHE,
-        choices=("on", "off"),
-        live=True,
-    )
-    check: str = setting(
-        "off",
-        "after each answer, until you type, write it again from all that --tier stores, and say "
-        "whether it is the answer of a cache without eviction",
-        CACHE,
-        choices=("on", "off"),
-        live=True,
-    )
+    stride: int = setting(0, CACHE, within=(0, MOST_STRIDE))
+    kv: str = setting("auto", CACHE, choices=("auto", "int8"))
+    reuse: str = setting("auto", CACHE, common=True, takes="WAY", choices=REUSES, live=True)
+    overflow: str = setting("refuse", CACHE, takes="HOW", choices=OVERFLOWS, live=True)
+    tier: str = setting("auto", CACHE, takes="PLACE", choices=TIERS)
+    tier_dtype: str = setting("same", CACHE, takes="FORMAT", choices=TIER_DTYPES)
+    remember: str = setting("10GiB", CACHE, takes="SIZE|off", test=known_size)
+    fidelity: str = setting("on", CACHE, choices=("on", "off"), live=True)
+    check: str = setting("off", CACHE, choices=("on", "off"), live=True)
     options: Mapping[str, object] = field(default_factory=dict)
-    pin_system: bool = setting(False, "never evict the system prompt", CACHE, commands=_CHAT)
-    system: str = setting(
-        "",
-        "system prompt; @FILE reads it from a file",
-        DOCUMENTS,
-        common=True,
-        letters=("-S",),
-        live=True,
-    )
-    seed: int = setting(0, "seed of every random draw", SAMPLING, letters=("-s",), commands=_CHAT)
-    threads: int | None = setting(
-        None,
-        "CPU threads; 0: as many as the process may use",
-        ADVANCED,
-        flag_default=0,
-        within=(0, 4096),
-        commands=_CHAT,
-    )
-    kernels: str = setting(
-        "auto",
-        "kernels of attention and eviction; auto: Triton on a GPU, C on a CPU",
-        ADVANCED,
-        choices=("auto", "triton", "torch"),
-    )
+    pin_system: bool = setting(False, CACHE)
+    system: str = setting("", DOCUMENTS, common=True, letters=("-S",), live=True)
+    seed: int = setting(0, SAMPLING, letters=("-s",))
+    threads: int | None = setting(None, ADVANCED, flag_default=0, within=(0, 4096), commands=_CHAT)
+    kernels: str = setting("auto", ADVANCED, choices=("auto", "triton", "torch"))
 
     def __post_init__(self) -> None:
         _read_fields(self)
@@ -437,20 +365,28 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """How an answer is written. Raises UsageError for a value out of range."""
+    r"""How an answer is written. Raises UsageError for a value out of range.
+
+    max_tokens: longest answer, in tokens
+    temperature: how random the answer is: 0 always takes the likeliest token, 1 draws as the model
+        was trained; auto: as the model's generation_config.json says
+    top_k: sample from the k likeliest tokens; 0: off
+    top_p: sample from the likeliest tokens that make up this probability; 1: off
+    min_p: sample from tokens at least this fraction as likely as the likeliest; 0: off
+    repeat_penalty: make the last 64 tokens (of the prompt, too) less likely, so that the answer
+        repeats itself less: their logits are divided by this number, or multiplied if they are not
+        above 0, such as 1.1; 1: off
+    stop: the answer ends before this text, which is not shown; \n and \t mean a new line and a tab;
+        may be given several times
+    max_thoughts: end the thoughts of a reasoning model after this many tokens, so that it answers;
+        0: the model decides
+    """
 
     max_tokens: int = setting(
-        MAX_TOKENS,
-        "longest answer, in tokens",
-        SAMPLING,
-        letters=("-n",),
-        within=(1, math.inf),
-        common=True,
+        MAX_TOKENS, SAMPLING, letters=("-n",), within=(1, math.inf), common=True
     )
     temperature: float | Literal["auto"] = setting(
         0.0,
-        "how random the answer is: 0 always takes the likeliest token, 1 draws as the model "
-        "was trained; auto: as the model's generation_config.json says",
         SAMPLING,
         common=True,
         letters=("--temp", "-t"),
@@ -458,43 +394,12 @@ class Generation:
         takes="N|auto",
         words=("auto",),
     )
-    top_k: int = setting(
-        0, "sample from the k likeliest tokens; 0: off", SAMPLING, within=(0, 1 << 31)
-    )
-    top_p: float = setting(
-        1.0,
-        "sample from the likeliest tokens that make up this probability; 1: off",
-        SAMPLING,
-        within=(0, 1),
-    )
-    min_p: float = setting(
-        0.0,
-        "sample from tokens at least this fraction as likely as the likeliest; 0: off",
-        SAMPLING,
-        within=(0, 1),
-    )
-    repeat_penalty: float = setting(
-        1.0,
-        "make the last 64 tokens (of the prompt, too) less likely, so that the answer repeats "
-        "itself less: their logits are divided by this number, or multiplied if they are not above "
-        "0, such as 1.1; 1: off",
-        SAMPLING,
-        within=(0.1, 10),
-    )
-    stop: tuple[str, ...] = setting(
-        (),
-        "the answer ends before this text, which is not shown; \\n and \\t mean a new line "
-        "and a tab; may be given several times",
-        SAMPLING,
-    )
-    max_thoughts: int = setting(
-        0,
-        "end the thoughts of a reasoning model after this many tokens, so that it answers; 0: "
-        "the model decides",
-        SAMPLING,
-        within=(0, 1 << 31),
-        takes="TOKENS",
-    )
+    top_k: int = setting(0, SAMPLING, within=(0, 1 << 31))
+    top_p: float = setting(1.0, SAMPLING, within=(0, 1))
+    min_p: float = setting(0.0, SAMPLING, within=(0, 1))
+    repeat_penalty: float = setting(1.0, SAMPLING, within=(0.1, 10))
+    stop: tuple[str, ...] = setting((), SAMPLING)
+    max_thoughts: int = setting(0, SAMPLING, within=(0, 1 << 31), takes="TOKENS")
 
     def __post_init__(self) -> None:
         _read_fields(self)

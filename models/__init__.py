@@ -37,8 +37,6 @@ class Loaded:
     name: str
     revision: str | None
     folder: Path
-    weight_bytes: int
-    """Bytes that the weights take on the device."""
 
 
 def free_memory(device: torch.device | None = None) -> int | None:
@@ -140,7 +138,6 @@ def load(
         name=source.name,
         revision=source.revision,
         folder=source.folder,
-        weight_bytes=network.weight_bytes,
     )
 
 

@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -20,16 +21,14 @@ from torch import Tensor
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import (
     INDEX,
-    ORIGINAL,
-    ORIGINAL_INDEX,
     SINGLE,
     TENSOR_LIMIT,
-    no_weights,
     open_regular,
     parse_json,
     refuse_missing,
     refuse_text,
     unreadable,
+    weight_files,
     weight_map,
 )
 from minikv.models.stored import Stored
@@ -61,9 +60,6 @@ _COMPUTED = re.compile(
 """Tables of the rotary embedding. Some programs store them; this network computes them."""
 
 
-_AnyStored = TypeVar("_AnyStored", bound=Stored)
-
-
 @dataclass(frozen=True, slots=True)
 class Entry(Stored):
     """A tensor with plain numbers in the file. dtype: its name in safetensors."""
@@ -85,27 +81,18 @@ def read_header(path: Path) -> dict[str, Entry]:
     The tensors must cover the data exactly: no overlap, no hole, nothing before or after.
     """
     with open_regular(path) as file:
-        return header_of(file, path)
-
-
-def header_of(file: BinaryIO, path: Path) -> dict[str, Entry]:
-    """`read_header` for an open file at its beginning."""
-    size = os.fstat(file.fileno()).st_size
-    first = read_exactly(file, min(size, 8) or 8, path)
-    length = int.from_bytes(first, "little")
-    if length > HEADER_LIMIT or size < 8:
-        refuse_text(bytes(first + read_exactly(file, max(0, min(size - 8, 1024)), path)), path.name)
-    if length > HEADER_LIMIT:
-        raise CorruptModel(
-            f"{path.name}: claims a header of {length} bytes: not safetensors?",
-            "download the file again",
-        )
-    if not 2 <= length <= size - 8:
-        raise CorruptModel(
-            f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
-            "download the file again",
-        )
-    raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
+        size = os.fstat(file.fileno()).st_size
+        first = read_exactly(file, min(size, 8) or 8, path)
+        length = int.from_bytes(first, "little")
+        if length > HEADER_LIMIT or size < 8:
+            first += read_exactly(file, max(0, min(size - 8, 1024)), path)
+            refuse_text(bytes(first), path.name)
+        if not 2 <= length <= min(HEADER_LIMIT, size - 8):
+            raise CorruptModel(
+                f"{path.name}: truncated, or not safetensors (header {length}, file {size} bytes)",
+                "download the file again",
+            )
+        raw = parse_json(bytes(read_exactly(file, length, path)), path.name)
     metadata = raw.pop("__metadata__", None)
     texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
     if metadata is not None and not texts:
@@ -133,10 +120,7 @@ def _entry(name: str, facts: Any, path: Path, base: int) -> Entry:
         raise CorruptModel(f"{where}: bad shape {quote(shape)}")
     if not _counts(span) or len(span) != 2 or span[0] > span[1]:
         raise CorruptModel(f"{where}: bad data_offsets {quote(span)}")
-    bits = _BITS[dtype]
-    for size in shape:
-        bits *= size
-    if bits != 8 * (span[1] - span[0]):
+    if prod((_BITS[dtype], *shape)) != 8 * (span[1] - span[0]):
         raise CorruptModel(f"{where}: {quote(shape)} of {dtype} does not fill {quote(span)}")
     return Entry(name, path, base + span[0], tuple(shape), span[1] - span[0], dtype=dtype)
 
@@ -210,15 +194,12 @@ class Checkpoint:
         """
         folder = Path(folder)
         try:
-            names = sorted(path.name for path in folder.iterdir())
+            index, files = weight_files([path.name for path in folder.iterdir()])
         except OSError as error:
             raise unreadable(folder, error) from None
-        original = INDEX not in names and SINGLE not in names
-        files = [name for name in names if ORIGINAL.fullmatch(name)] if original else [SINGLE]
-        if not files:
-            raise no_weights(names)
-        index = ORIGINAL_INDEX if original else INDEX
-        if index in names:
+        original = index != INDEX and files != [SINGLE]
+        entries: Mapping[str, Stored]
+        if index:
             entries = _sharded(folder, folder / index)
         else:
             entries = _together(read_header(folder / name) for name in files)
@@ -226,7 +207,9 @@ class Checkpoint:
             raise CorruptModel("the weight files hold no weights")
         if any(_WRAPPED.match(name) for name in entries):
             entries = renamed(entries, _text_name)
-        return cls(renamed(entries, _own_name) if original else entries, original)
+        if original:
+            entries = renamed(entries, lambda name: hub_name(name, "layers", _ORIGINAL_NAMES))
+        return cls(entries, original)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -256,11 +239,9 @@ def _text_name(name: str) -> str:
     return _WRAPPED.sub(lambda match: match[1] or "model.", name, count=1)
 
 
-def renamed(
-    entries: Mapping[str, _AnyStored], rename: Callable[[str], str]
-) -> dict[str, _AnyStored]:
+def renamed(entries: Mapping[str, Stored], rename: Callable[[str], str]) -> dict[str, Stored]:
     """The tensors under other names; "" leaves one out. Raises CorruptModel."""
-    made: dict[str, _AnyStored] = {}
+    made: dict[str, Stored] = {}
     for name, entry in entries.items():
         new = rename(name)
         if new in made:
@@ -270,25 +251,18 @@ def renamed(
     return made
 
 
-_OTHER_BUILD = "the index and the files do not belong together: download them again"
-
-
 def _sharded(folder: Path, index: Path) -> dict[str, Entry]:
     """The tensors of all shards, which must be exactly those in the index."""
     mapping = {n: file for n, file in weight_map(index).items() if not _COMPUTED.fullmatch(n)}
     refuse_missing(index, mapping.values())
     entries = _together(read_header(folder / name) for name in sorted(set(mapping.values())))
-    for name, shard in mapping.items():
-        entry = entries.get(name)
-        if entry is None:
-            raise CorruptModel(f"{index.name}: {quote(name)} is not in {shard}", _OTHER_BUILD)
-        if entry.path.name != shard:
-            where = f"is in {entry.path.name}, not {shard}"
-            raise CorruptModel(f"{index.name}: {quote(name)} {where}", _OTHER_BUILD)
-    stray = next((n for n in entries if n not in mapping), None)
-    if stray is not None:
-        where = f"{quote(stray)} is not in {index.name}"
-        raise CorruptModel(f"{entries[stray].path.name}: {where}", _OTHER_BUILD)
+    found = {name: entry.path.name for name, entry in entries.items()}
+    for name in mapping | found:
+        if (said := mapping.get(name, "no file")) != (real := found.get(name, "no file")):
+            raise CorruptModel(
+                f"{index.name} says that {quote(name)} is in {said}, and it is in {real}",
+                "the index and the files do not belong together: download them again",
+            )
     return entries
 
 
@@ -309,11 +283,9 @@ def _together(headers: Iterable[dict[str, Entry]]) -> dict[str, Entry]:
 
 
 _ORIGINAL_NAMES = {
-    "tok_embeddings.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_ORIGINAL_LAYER = {
+    "tok_embeddings": "model.embed_tokens",
+    "norm": "model.norm",
+    "output": "lm_head",
     "attention.wq": "self_attn.q_proj",
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
@@ -326,13 +298,14 @@ _ORIGINAL_LAYER = {
 }
 
 
-def _own_name(name: str) -> str:
-    """Hugging Face's name for a tensor of Mistral's layout. An unknown name stays; `load_network`
-    refuses it later."""
-    match = re.fullmatch(r"layers\.(\d+)\.(.+)\.(weight|bias)", name)
-    if match and match[2] in _ORIGINAL_LAYER:
-        return f"model.layers.{match[1]}.{_ORIGINAL_LAYER[match[2]]}.{match[3]}"
-    return _ORIGINAL_NAMES.get(name, name)
+def hub_name(name: str, layer: str, names: Mapping[str, str]) -> str:
+    """Hugging Face's name for a tensor of another layout. layer: the word before a layer's number.
+    names: those of the modules. An unknown name stays; `load_network` refuses it later."""
+    match = re.fullmatch(rf"(?:{layer}\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    if match is None or match[2] not in names:
+        return name
+    inside = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{inside}{names[match[2]]}.{match[3]}"
 
 
 def same(one: Entry, two: Entry) -> bool:

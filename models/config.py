@@ -191,9 +191,9 @@ class ModelConfig:
         return self.layers * layer + self.hidden + head
 
 
-class _Reader:
-    """Typed access to one JSON object by the keys of config.json. Every error names the file and
-    the key. names: the file's own names of keys, if they differ."""
+class Reader:
+    """Typed access to one JSON object. Every error names the file and the key. names: the file's
+    own names of config.json's keys, if they differ."""
 
     def __init__(
         self, raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
@@ -232,19 +232,16 @@ class _Reader:
         return value
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.bad(key, "true or false")
-        return value
+        return bool(self._typed(key, bool, "true or false", default))
 
     def table(self, key: str) -> Mapping[str, Any]:
-        value = self.raw.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self.bad(key, "an object")
+        found: dict[str, Any] = self._typed(key, dict, "an object", {})
+        return found
+
+    def _typed(self, key: str, kind: type, wants: str, default: Any) -> Any:
+        value = default if self.raw.get(key) is None else self.raw[key]
+        if not isinstance(value, kind):
+            raise self.bad(key, wants)
         return value
 
 
@@ -283,20 +280,20 @@ class _Family:
     ropes: tuple[str, ...] = ()
     rope_keys: tuple[str, ...] = ()
     net: Mapping[str, Any] = field(default_factory=dict)
-    reads: Callable[[_Reader, ModelConfig], ModelConfig] | None = None
+    reads: Callable[[Reader, ModelConfig], ModelConfig] | None = None
     wraps: tuple[str, ...] = ()
 
 
 def from_keys(
     raw: Mapping[str, Any], where: str, names: Mapping[str, str] | None = None
 ) -> ModelConfig:
-    """The configuration in the keys of a config.json. where: the file. names: see `_Reader`."""
-    read = _Reader(raw, where, names)
+    """The configuration in the keys of a config.json. where: the file. names: see `Reader`."""
+    read = Reader(raw, where, names)
     name = _family_name(read)
     family = FAMILIES[name]
     if not family.wraps:
         return _read(read, name, family)
-    inner = _Reader(_text_part(read), where)
+    inner = Reader(_text_part(read), where)
     inside = _family_name(inner, family.wraps, f", the text part of {quote(name)}")
     note = f"only the text part of this {name} model is loaded: it sees no images"
     config = _read(inner, inside, FAMILIES[inside], note)
@@ -304,7 +301,7 @@ def from_keys(
     return config if read.given("tie_word_embeddings") else replace(config, tied=None)
 
 
-def _read(read: _Reader, name: str, family: _Family, *notes: str) -> ModelConfig:
+def _read(read: Reader, name: str, family: _Family, *notes: str) -> ModelConfig:
     """The configuration of a model of this family."""
     quantisation = _quantisation(read)
     _refuse_foreign(read, family)
@@ -374,7 +371,7 @@ def _read(read: _Reader, name: str, family: _Family, *notes: str) -> ModelConfig
         qkv_bias=family.qkv_bias or "attention_bias" in biases,
         o_bias="attention_bias" in biases,
         mlp_bias="mlp_bias" in biases,
-        stop_ids=_ids(read, "eos_token_id"),
+        stop_ids=_stop_ids(read),
         quantisation=quantisation,
         form="" if quantisation is None else quantisation.name,
         stored=stored,
@@ -391,7 +388,7 @@ _WRAPPED = (
 """Keys of a wrapper's configuration that also apply to its text part."""
 
 
-def _text_part(read: _Reader) -> dict[str, Any]:
+def _text_part(read: Reader) -> dict[str, Any]:
     """The configuration of the text part of a wrapper."""
     text = read.table("text_config")
     if not text:
@@ -400,7 +397,7 @@ def _text_part(read: _Reader) -> dict[str, Any]:
     return {"model_type": "mistral", **text, "architectures": None, **own}
 
 
-def _family_name(read: _Reader, among: Iterable[str] = (), role: str = "") -> str:
+def _family_name(read: Reader, among: Iterable[str] = (), role: str = "") -> str:
     """The name of the family. among: the families that are possible here; (): all. role: a text
     that the message adds to the name."""
     name = read.raw.get("model_type")
@@ -424,13 +421,13 @@ def _family_name(read: _Reader, among: Iterable[str] = (), role: str = "") -> st
     return name
 
 
-def _refuse_foreign(read: _Reader, family: _Family) -> None:
+def _refuse_foreign(read: Reader, family: _Family) -> None:
     """Raise UnsupportedModel for settings that this network does not implement."""
     raw = read.raw
     act = raw.get("hidden_act", "silu")
     if act not in ("silu", "swish"):
         raise UnsupportedModel(f"{read.where}: hidden_act {quote(act)} is not supported (silu is)")
-    if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if raw.get("partial_rotary_factor") not in (None, 1):
         raise UnsupportedModel(f"{read.where}: partial_rotary_factor other than 1 is not supported")
     if read.flag("rope_interleaved"):
         raise UnsupportedModel(f"{read.where}: rope_interleaved is not supported")
@@ -445,14 +442,14 @@ def _refuse_foreign(read: _Reader, family: _Family) -> None:
             raise UnsupportedModel(f"{read.where}: {key}: not a plain text model")
 
 
-def _plain_attention(read: _Reader) -> int | None:
+def _plain_attention(read: Reader) -> int | None:
     """The number of positions up to which dual chunk attention (arXiv 2402.17463) equals plain
     attention; None if the model has no such attention. Up to the size of a chunk, its distances are
     the true ones."""
     key = "dual_chunk_attention_config"
     if not read.given(key) or not (table := read.table(key)):
         return None
-    inner = _Reader(table, f"{read.where}: {key}")
+    inner = Reader(table, f"{read.where}: {key}")
     most = inner.integer("chunk_size", 1, MAX_POSITIONS)
     return min(most, inner.integer(_LENGTH, 1, MAX_POSITIONS, most))
 
@@ -466,11 +463,11 @@ def quantised(method: str) -> UnsupportedModel:
     )
 
 
-def _quantisation(read: _Reader) -> Quantisation | None:
+def _quantisation(read: Reader) -> Quantisation | None:
     key = next((k for k in ("quantization_config", "compression_config") if read.given(k)), None)
     if key is None:
         return None
-    inner = _Reader(read.table(key), f"{read.where}: {key}")
+    inner = Reader(read.table(key), f"{read.where}: {key}")
     four = inner.flag("load_in_4bit") or inner.flag("_load_in_4bit")
     eight = inner.flag("load_in_8bit") or inner.flag("_load_in_8bit")
     method = inner.raw.get("quant_method") or ("bitsandbytes" if four or eight else "?")
@@ -492,7 +489,7 @@ def _quantisation(read: _Reader) -> Quantisation | None:
     raise quantised(str(method))
 
 
-def _grouped(method: str, inner: _Reader) -> Quantisation:
+def _grouped(method: str, inner: Reader) -> Quantisation:
     """The settings of AWQ and GPTQ."""
     raw = inner.raw
     given = (raw.get(key) for key in ("version", "checkpoint_format", "format"))
@@ -510,11 +507,11 @@ def _grouped(method: str, inner: _Reader) -> Quantisation:
     return Quantisation(method, f"int{bits}", group, zero=int(form == "gptq"))
 
 
-def _compressed(inner: _Reader) -> Quantisation:
+def _compressed(inner: Reader) -> Quantisation:
     """The settings of compressed-tensors, whose groups are sets of modules with the same form."""
     method, form = "compressed-tensors", str(inner.raw.get("format"))
     tables = inner.table("config_groups").values()
-    groups = [_Reader(table, inner.where) for table in tables if isinstance(table, dict)]
+    groups = [Reader(table, inner.where) for table in tables if isinstance(table, dict)]
     mixed = form == "mixed-precision"
     forms = {str(group.raw.get("format")) for group in groups} if mixed else {form}
     odd = next(iter(sorted(forms - {*_COMPRESSED})), None if groups else "no config_groups")
@@ -523,7 +520,7 @@ def _compressed(inner: _Reader) -> Quantisation:
     for key in ("sparsity_config", "transform_config"):
         if inner.given(key) and (table := inner.table(key)) and table.get("format") != "dense":
             raise quantised(f"{method}, {key}")
-    weights = [_Reader(g.table("weights"), inner.where) for g in groups if g.given("weights")]
+    weights = [Reader(g.table("weights"), inner.where) for g in groups if g.given("weights")]
     kinds = sorted({f"{w.raw.get('type', 'int')}{w.raw.get('num_bits', 8)}" for w in weights})
     odd = next((kind for kind in kinds if kind not in ("int4", "int8", "float8")), None)
     if odd is not None or not kinds:
@@ -537,12 +534,12 @@ def _compressed(inner: _Reader) -> Quantisation:
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 
 
-def _group(inner: _Reader, key: str) -> int | None:
+def _group(inner: Reader, key: str) -> int | None:
     """A number of columns; None if the file has none, or -1, which means all."""
     return None if inner.raw.get(key) in (None, -1) else inner.integer(key, 1, MAX_MLP)
 
 
-def _block(inner: _Reader, key: str) -> tuple[int, int] | None:
+def _block(inner: Reader, key: str) -> tuple[int, int] | None:
     value = inner.raw.get(key)
     if value is None:
         return None
@@ -552,7 +549,7 @@ def _block(inner: _Reader, key: str) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
-def _windows(read: _Reader, name: str, family: _Family, layers: int) -> tuple[int | None, ...]:
+def _windows(read: Reader, name: str, family: _Family, layers: int) -> tuple[int | None, ...]:
     types = read.raw.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers):
         raise read.bad("layer_types", f"a list of {layers} names")
@@ -607,7 +604,7 @@ _ROPE_NUMBERS: Mapping[str, tuple[float, float, float | None]] = {
 _BETA = "llama_4_scaling_beta"
 
 
-def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
+def _rope(read: Reader, family: _Family, max_context: int) -> RopeConfig:
     """Read the rotary settings, which have three forms: rope_parameters (transformers v5),
     rope_scaling with rope_theta (v4), or rope_theta alone.
 
@@ -621,7 +618,7 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
         thetas["rope_theta"] = read.number("rope_theta", 1.0, 1e15)
     scalings: dict[str, RopeConfig] = {}
     for key, table in spellings.items():
-        inner = _Reader(table, f"{read.where}: {read.name(key)}")
+        inner = Reader(table, f"{read.where}: {read.name(key)}")
         if _FULL in family.rope_keys and _FULL in table:
             inner = _full_layers(inner)
         if inner.given("rope_theta"):
@@ -651,10 +648,10 @@ def _rope(read: _Reader, family: _Family, max_context: int) -> RopeConfig:
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def _full_layers(read: _Reader) -> _Reader:
+def _full_layers(read: Reader) -> Reader:
     """The rotary settings for the layers without a window, if the file has them by kind of layer.
     Those for layers with a window must have the same base and no scaling."""
-    full, sliding = (_Reader(read.table(key), f"{read.where}: {key}") for key in (_FULL, _SLIDING))
+    full, sliding = (Reader(read.table(key), f"{read.where}: {key}") for key in (_FULL, _SLIDING))
     theta = full.raw.get("rope_theta")
     kinds = (sliding.raw.get(key) for key in ("rope_type", "type"))
     same = sliding.raw.get("rope_theta", theta) == theta
@@ -665,7 +662,7 @@ def _full_layers(read: _Reader) -> _Reader:
     return full
 
 
-def _scaling(inner: _Reader, read: _Reader, family: _Family, max_context: int) -> RopeConfig:
+def _scaling(inner: Reader, read: Reader, family: _Family, max_context: int) -> RopeConfig:
     where = inner.where
     table = {key: value for key, value in inner.raw.items() if value is not None}
     names = [table.pop(key) for key in ("rope_type", "type") if key in table]
@@ -683,9 +680,8 @@ def _scaling(inner: _Reader, read: _Reader, family: _Family, max_context: int) -
             f"{where}: rotary type {quote(kind)} is not supported",
             f"minikv has: {', '.join(family.ropes or _ROPE_KEYS)}",
         )
-    if table.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if table.pop("partial_rotary_factor", 1) != 1:
         raise UnsupportedModel(f"{where}: partial_rotary_factor other than 1 is not supported")
-    table.pop("partial_rotary_factor", None)
     keys = (*_ROPE_KEYS[kind], *((_BETA, _LENGTH) if beta else ()))
     unknown = sorted(set(table) - {*keys})
     if unknown:
@@ -708,7 +704,7 @@ def _scaling(inner: _Reader, read: _Reader, family: _Family, max_context: int) -
     return RopeConfig(kind=kind, **given)
 
 
-def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int) -> int:
+def _original_length(inner: Reader, read: Reader, kind: str, max_context: int) -> int:
     lengths = [r.integer(_LENGTH, 1, MAX_POSITIONS) for r in (inner, read) if r.given(_LENGTH)]
     if len(set(lengths)) > 1:
         raise CorruptModel(f"{read.where}: {_LENGTH} is given twice and disagrees: {lengths}")
@@ -719,7 +715,8 @@ def _original_length(inner: _Reader, read: _Reader, kind: str, max_context: int)
     return max_context  # yarn, as in transformers
 
 
-def _ids(read: _Reader, key: str) -> tuple[int, ...]:
+def _stop_ids(read: Reader) -> tuple[int, ...]:
+    key = "eos_token_id"
     value = read.raw.get(key)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(_is_number(i, int) and abs(i) <= MAX_VOCAB for i in ids):
@@ -733,16 +730,16 @@ def _with_generation(config: ModelConfig, path: Path) -> ModelConfig:
     if not path.exists():
         return config
     try:
-        read = _Reader(read_json(path), path.name)
+        read = Reader(read_json(path), path.name)
         config = replace(config, own=_own_sampling(read))
-        ids: Iterable[int] = _ids(read, "eos_token_id")
+        ids: Iterable[int] = _stop_ids(read)
     except ModelError as error:
         own = replace(config.own, why=str(error))
         return replace(config, own=own, notes=(*config.notes, f"ignored: {error}"))
     return replace(config, stop_ids=tuple(sorted({*config.stop_ids, *ids})))
 
 
-def _own_sampling(read: _Reader) -> OwnSampling:
+def _own_sampling(read: Reader) -> OwnSampling:
     """A missing value or null means the default of transformers. If one value is unusable, none is
     used."""
     try:
@@ -759,7 +756,7 @@ def _own_sampling(read: _Reader) -> OwnSampling:
         return OwnSampling(why=str(error))
 
 
-def _granite(read: _Reader, config: ModelConfig) -> ModelConfig:
+def _granite(read: Reader, config: ModelConfig) -> ModelConfig:
     def number(key: str) -> float:
         return read.number(key, 1e-9, 1e9, 1.0)
 
@@ -772,7 +769,7 @@ def _granite(read: _Reader, config: ModelConfig) -> ModelConfig:
     )
 
 
-def _smollm3(read: _Reader, config: ModelConfig) -> ModelConfig:
+def _smollm3(read: Reader, config: ModelConfig) -> ModelConfig:
     """Layers without rotation: a 0 in no_rope_layers, or each `no_rope_layer_interval`-th one."""
     key, layers = "no_rope_layers", config.layers
     rotated = read.raw.get(key)
@@ -790,7 +787,7 @@ def _smollm3(read: _Reader, config: ModelConfig) -> ModelConfig:
     return replace(config, layer_ropes=tuple(ropes))
 
 
-def _olmo3(read: _Reader, config: ModelConfig) -> ModelConfig:
+def _olmo3(read: Reader, config: ModelConfig) -> ModelConfig:
     """Rotary scaling applies only to layers without a window."""
     plain = RopeConfig(config.rope.theta)
     ropes = (config.rope if window is None else plain for window in config.windows)
@@ -895,7 +892,7 @@ def _from_params(raw: Mapping[str, Any]) -> ModelConfig:
     names = _PARAMS_NAMES
     if raw.get("max_position_embeddings") is None:
         names = {**names, "max_position_embeddings": "max_seq_len"}
-    read = _Reader(raw, "params.json", names)
+    read = Reader(raw, "params.json", names)
     if read.given("quantization"):
         raise quantised(str(read.table("quantization").get("qformat_weight", "?")))
     unknown = sorted(key for key in set(raw) - _PARAMS_KEYS if raw[key] is not None)
@@ -918,7 +915,7 @@ def _from_params(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, windows=windows)
 
 
-def _params_windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+def _params_windows(read: Reader, layers: int) -> tuple[int | None, ...]:
     """`sliding_window` of params.json: absent, a number, or a pattern repeated over the layers."""
     value = read.raw.get("sliding_window")
     pattern = value if isinstance(value, list) else [value]

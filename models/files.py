@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -38,7 +39,6 @@ JSON_LIMITS = {
 }
 """The limits for JSON files in bytes; 1 MiB for any other name. Real files have at most about half
 of that."""
-_JSON_LIMIT = 1 << 20
 TENSOR_LIMIT, _SHARD_LIMIT = 100_000, 4096
 """The most tensors and files of a model. The largest real models have a tenth of that."""
 _CONTAINERS, _ITEMS, _PAIRS = 1_000_000, 3_000_000, 1_000_000
@@ -47,11 +47,14 @@ takes some tens of bytes, and a pair of an object up to 350. The largest real vo
 as many lists and items, and six tenths as many pairs."""
 
 CONFIGS = ("config.json", "params.json")
+NO_CONFIG = "the repository has no config.json: it holds no model"
+SETTINGS = ("config.json", "generation_config.json", "params.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")
-_TEXT_FILES = {
-    *(*CONFIGS, *_TOKENIZERS, "generation_config.json", "tokenizer_config.json", "tekken.json"),
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
-}
+TOKENIZER = (
+    *(*_TOKENIZERS, "tekken.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json"),
+)
+"""The files that are read besides weights. Digests of a model depend on their order."""
 _SHARD = r"model-\d+-of-\d+\.safetensors"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".msgpack", ".h5")
 
@@ -62,23 +65,11 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     Only top-level files. If both layouts of the weights exist, the Hugging Face one; never pickles.
     Raises ModelUnavailable or UnsupportedModel if nothing can be loaded.
     """
-    names = [*given]
-    present = {name for name in names if "/" not in name}
-    wanted = present & _TEXT_FILES
-    shards = {name for name in present if re.fullmatch(_SHARD, name)}
-    original = {name for name in present if ORIGINAL.fullmatch(name)}
-    if INDEX in present:
-        # Shards may have unusual names. Reading the index reveals a missing one.
-        other = {n for n in present if SHARD_NAME.fullmatch(n)} - original - {SINGLE}
-        wanted |= {INDEX} | (shards or other)
-    elif SINGLE in present:
-        wanted |= {SINGLE}
-    elif original:
-        wanted |= original | (present & {ORIGINAL_INDEX})
-    else:
-        raise no_weights(present)
+    present = {name for name in given if "/" not in name}
+    index, files = weight_files(present)
+    wanted = present & {*SETTINGS, *TOKENIZER, index, *files}
     if not wanted & {*CONFIGS}:
-        raise no_config()
+        raise ModelUnavailable(NO_CONFIG)
     if wanted & {*_TOKENIZERS}:
         wanted -= {"tekken.json"}  # 15 MB, needed only if there is no other
     else:
@@ -86,9 +77,19 @@ def wanted_files(given: Iterable[str]) -> list[str]:
     return sorted(wanted)
 
 
-def no_config() -> ModelUnavailable:
-    """The error for a repository without a configuration."""
-    return ModelUnavailable("the repository has no config.json: it holds no model")
+def weight_files(names: Collection[str]) -> tuple[str, list[str]]:
+    """The index of the weights in a folder with these file names, "" if there is none, and the
+    files with weights, as far as names tell. Raises ModelUnavailable or UnsupportedModel."""
+    original = sorted(name for name in names if ORIGINAL.fullmatch(name))
+    if INDEX in names:
+        # Shards may have unusual names. Reading the index reveals a missing one.
+        other = {name for name in names if SHARD_NAME.fullmatch(name)} - {*original, SINGLE}
+        return INDEX, [name for name in names if re.fullmatch(_SHARD, name)] or [*other]
+    if SINGLE in names:
+        return "", [SINGLE]
+    if not original:
+        raise no_weights(names)
+    return ORIGINAL_INDEX if ORIGINAL_INDEX in names else "", original
 
 
 def is_gguf(name: str) -> bool:
@@ -162,29 +163,25 @@ def missing_files(folder: Path) -> str:
     names = (*_TOKENIZERS, "tekken.json")
     if not any(map(has, names)) and not any(folder.glob("tokenizer.model.v*")):
         return "tokenizer.json"
-    for index in (INDEX, ORIGINAL_INDEX):
-        if has(index):
-            try:
-                shards = weight_map(folder / index).values()
-            except ModelError:
-                return ""  # the file exists; loading it reports what is wrong with it
-            return next((name for name in sorted(set(shards)) if not has(name)), "")
-        if index == INDEX and has(SINGLE):
-            return ""
-    if any(ORIGINAL.fullmatch(path.name) for path in folder.iterdir()):
-        return ""
-    return SINGLE
+    try:
+        index, _ = weight_files(os.listdir(folder))
+    except ModelError:
+        return SINGLE
+    try:
+        shards = set(weight_map(folder / index).values()) if index else set[str]()
+    except ModelError:
+        return ""  # the file exists; loading it reports what is wrong with it
+    return next((name for name in sorted(shards) if not has(name)), "")
 
 
 def weight_map(path: Path) -> dict[str, str]:
     """Read an index file: the file name of the shard of each tensor, by tensor name. Raises
     CorruptModel."""
-    data = read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT))
-    if data.count(b":") > TENSOR_LIMIT + 1000:
-        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
-    mapping = parse_json(data, path.name).get("weight_map")
+    mapping = read_json(path).get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         raise CorruptModel(f"{path.name}: weight_map is missing or empty")
+    if len(mapping) > TENSOR_LIMIT:
+        raise CorruptModel(f"{path.name}: more than {TENSOR_LIMIT:,} tensors are not read")
     for tensor, shard in mapping.items():
         if not isinstance(shard, str) or SHARD_NAME.fullmatch(shard) is None:
             raise CorruptModel(
@@ -232,33 +229,26 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 _AGAIN = "download the file again; `hf download NAME` fetches a whole model"
-_STAND_INS = (
-    (
-        re.compile(rb"version https?://(git-lfs|hawser|git-media)\b|# xet version "),
-        "is a Git LFS pointer, not the file itself",
-        "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
-    ),
-    (
-        re.compile(
-            rb"\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b",
-            re.IGNORECASE | re.DOTALL,
-        ),
-        "is a web page, not the file that should have been downloaded",
-        _AGAIN,
-    ),
-)
+_POINTER = re.compile(r"version https?://(git-lfs|hawser|git-media)\b|# xet version ")
+_PAGE = re.compile(r"(?is)\s*(<!--.*?-->\s*)*<(!doctype|html|head|body|\?xml|error)\b")
 
 
 def refuse_stand_in(data: bytes, name: str) -> None:
     """Raise CorruptModel if a file is one of the stand-ins that some downloads leave. data: at
     least its first bytes."""
-    first = _beginning(data[:1024]).encode("utf-8", "surrogateescape")
+    first = _beginning(data[:1024])
+    if _POINTER.match(first):
+        raise CorruptModel(
+            f"{name} is a Git LFS pointer, not the file itself",
+            "`git clone` fetched no large files: run `git lfs pull` there, or `hf download NAME`",
+        )
     # A chat template may itself begin with tags that it writes. But no template writes a doctype,
     # and the scripts of a web page may contain double braces.
-    tags = b"<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
-    for pattern, what, hint in _STAND_INS:
-        if pattern.match(first) and not (name.endswith(".jinja") and tags):
-            raise CorruptModel(f"{name} {what}", hint)
+    tags = "<!doctype" not in first.lower() and re.search(rb"\{[{%]", data) is not None
+    if _PAGE.match(first) and not (name.endswith(".jinja") and tags):
+        raise CorruptModel(
+            f"{name} is a web page, not the file that should have been downloaded", _AGAIN
+        )
 
 
 def refuse_text(data: bytes, name: str) -> None:
@@ -300,7 +290,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ModelUnavailable; and CorruptModel, which names the file, for invalid JSON, NaN, a
     duplicate key, or a top level that is not an object.
     """
-    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, _JSON_LIMIT)), path.name)
+    return parse_json(read_bytes(path, JSON_LIMITS.get(path.name, 1 << 20)), path.name)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
@@ -347,11 +337,10 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in made:
-            raise ValueError(f"key {quote(key)} is given twice")
-        made[key] = value
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"key {quote(twice)} is given twice")
     return made
 
 

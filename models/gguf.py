@@ -19,10 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minikv.models.blocks import KINDS, Blocks
-from minikv.models.checkpoint import Checkpoint, Entry, read_exactly, renamed
+from minikv.models.checkpoint import Checkpoint, Entry, hub_name, renamed
 from minikv.models.config import ModelConfig, OwnSampling, from_keys
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import TENSOR_LIMIT, open_regular, refuse_text, unreadable
@@ -93,12 +91,10 @@ _SCALING = {
     "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
     _BETA: "llama_4_scaling_beta",
 }
-_TABLES = {
+_TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
-}
-_TENSORS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
@@ -310,9 +306,7 @@ class Gguf:
             return ()
         if not isinstance(entry, Entry) or entry.dtype != "F32" or entry.shape != (count,):
             raise self._bad(f"{_FACTORS} does not have {count} numbers")
-        with open_regular(self.path) as file:
-            file.seek(entry.start)
-            found = torch.frombuffer(read_exactly(file, entry.size, self.path), dtype=torch.float32)
+        found = entry.rows(0, count)
         if not bool(((found > 0) & (found < 1e9)).all()):
             raise self._bad(f"{_FACTORS} has numbers that cannot be factors")
         return tuple(found.tolist())
@@ -327,20 +321,16 @@ class Gguf:
     def checkpoint(self) -> Checkpoint:
         """The tensors by their Hugging Face names."""
         about = ARCHITECTURES[self.metadata["general.architecture"]]
-        inside = {**_TENSORS, "ffn_up": about.up}
-
-        def own(name: str) -> str:
-            match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-            if match and (own := (_TABLES if match[1] is None else inside).get(match[2])):
-                layer = "" if match[1] is None else f"model.layers.{match[1]}."
-                return f"{layer}{own}.{match[3]}"
-            return "" if name == _FACTORS else name
-
-        return Checkpoint(renamed(self.tensors, own), about.paired)
+        names = {**_TENSORS, "ffn_up": about.up}
+        weights = {name: one for name, one in self.tensors.items() if name != _FACTORS}
+        return Checkpoint(renamed(weights, lambda n: hub_name(n, "blk", names)), about.paired)
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer. Raises CorruptModel or UnsupportedModel."""
-        pieces, kinds = self._pieces()
+        pieces = self._texts("tokens")
+        kinds = self._told("token_type", [_NORMAL] * len(pieces))
+        if not isinstance(kinds, list) or len(kinds) != len(pieces) or not pieces:
+            raise self._bad("tokenizer.ggml.token_type does not fit the tokens")
         named = {}
         for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
             id = self._told(f"{key}_token_id")
@@ -357,7 +347,7 @@ class Gguf:
         ]
         words = self._told("model") == "llama"
         if words:
-            merges = joined(self._by_score(vocab), vocab)
+            merges = joined(self._by_score(vocab, kinds), vocab)
             prefix = bool(self._told("add_space_prefix", True))
             made = pieces_of_words(vocab, merges, added, named.get("unk_token"), prefix)
         else:
@@ -383,14 +373,6 @@ class Gguf:
             raise self._bad(f"has no complete tokenizer (tokenizer.ggml.{key})", "use another file")
         return found
 
-    def _pieces(self) -> tuple[list[str], list[int]]:
-        """The tokens and their types."""
-        pieces = self._texts("tokens")
-        kinds = self._told("token_type", [_NORMAL] * len(pieces))
-        if not isinstance(kinds, list) or len(kinds) != len(pieces) or not pieces:
-            raise self._bad("tokenizer.ggml.token_type does not fit the tokens")
-        return pieces, kinds
-
     def _cuts(self) -> Cuts:
         model, pre = self._told("model"), self._told("pre", "default")
         if model != "gpt2":
@@ -402,11 +384,11 @@ class Gguf:
             )
         return CUTS[pre]
 
-    def _by_score(self, vocab: Mapping[str, int]) -> list[str]:
+    def _by_score(self, vocab: Mapping[str, int], kinds: list[int]) -> list[str]:
         """The pieces that sentencepiece joins, those with the largest score first."""
-        scores, (pieces, kinds) = self._told("scores"), self._pieces()
+        scores = self._told("scores")
         real = isinstance(scores, list) and all(isinstance(one, float) for one in scores)
-        if not real or len(scores) != len(pieces):
+        if not real or len(scores) != len(kinds):
             raise self._bad("tokenizer.ggml.scores does not fit the tokens")
         normal = (p for p, id in vocab.items() if kinds[id] == _NORMAL and len(p) <= _LONGEST)
         return sorted(normal, key=lambda piece: -scores[vocab[piece]])

@@ -23,10 +23,10 @@ from minikv.models import places
 from minikv.models.errors import CorruptModel, ModelError, ModelUnavailable, quote
 from minikv.models.files import (
     CONFIGS,
+    NO_CONFIG,
     gguf_of,
     is_gguf,
     missing_files,
-    no_config,
     no_weights,
     unfinished,
     wanted_files,
@@ -136,10 +136,10 @@ def resolve(
 def configuration(model: str | Path, *, revision: str | None = None, offline: bool = False) -> Path:
     """The folder with the config.json (or params.json) of `model`. No other file of a hub model is
     downloaded. Raises ModelUnavailable or UnsupportedModel."""
-    found = _named(model, revision)
+    found, offline = _named(model, revision), _offline(offline)
     if isinstance(found, Path):
         return found
-    hub = _hub(found, _offline(offline))
+    hub = _hub(found, offline)
     folder = _cached(hub, found, revision)
     if folder is not None:
         return folder
@@ -148,17 +148,16 @@ def configuration(model: str | Path, *, revision: str | None = None, offline: bo
             f"{found} is not in the local cache, and its sizes are in the file itself",
             f"`minikv models pull {found}` fetches it",
         )
-    if _offline(offline):
-        raise _not_cached(
-            found, revision, "not in the local cache", "; only config.json is fetched"
-        )
-    with _told(found, revision), _checked(found):
+    if offline:
+        state, why = "not in the local cache", "; only config.json is fetched"
+        raise _not_cached(found, revision, state, why)
+    with _checked(found, revision):
         # This request is sent once. The library repeats the next one for half a minute.
         info = hub.HfApi().model_info(found, revision=revision)
         names = {sibling.rfilename for sibling in info.siblings or ()}
         wanted = next((name for name in CONFIGS if name in names), None)
         if wanted is None:
-            raise no_weights(names) if any(map(is_gguf, names)) else no_config()
+            raise no_weights(names) if any(map(is_gguf, names)) else ModelUnavailable(NO_CONFIG)
         return Path(hub.hf_hub_download(found, wanted, revision=revision)).parent
 
 
@@ -215,11 +214,13 @@ def _offline(asked: bool) -> bool:
 
 def _from_hub(repo: str, revision: str | None, offline: bool, progress: Progress | None) -> Source:
     hub = _hub(repo, offline)
-    folder = _snapshot(hub, repo, revision)
-    if folder is not None and (":" in repo or not missing_files(folder)):
-        return Source(repo, folder, _commit(folder))
+    folder, lacks = _cached(hub, repo, revision), ""
+    # A folder without the name of a commit is not used: the commit is shown and stored.
+    if folder is not None and _COMMIT.fullmatch(_commit(folder)):
+        lacks = "" if ":" in repo else missing_files(folder)
+        if not lacks:
+            return Source(repo, folder, _commit(folder))
     if offline:
-        lacks = missing_files(folder) if folder is not None else ""
         partly = f"only partly in the local cache ({lacks} missing)"
         state = partly if lacks else "not in the local cache"
         raise _not_cached(repo, revision, state, " to download it")
@@ -286,15 +287,9 @@ def _cached(hub: Any, repo: str, revision: str | None) -> Path | None:
     return None
 
 
-def _snapshot(hub: Any, repo: str, revision: str | None) -> Path | None:
-    """`_cached`, if the folder has the name of a commit, which is shown and stored."""
-    folder = _cached(hub, repo, revision)
-    return folder if folder is not None and _COMMIT.fullmatch(_commit(folder)) else None
-
-
 def _download(hub: Any, repo: str, revision: str | None, watched: _Watched | None) -> Path:
     repo, _, form = repo.partition(":")
-    with _told(repo, revision), _checked(repo):
+    with _checked(repo, revision):
         # The hub sends sizes only on request, and only `progress` needs them.
         options = {} if watched is None else {"files_metadata": True}
         info = hub.HfApi().model_info(repo, revision=revision, **options)
@@ -312,10 +307,10 @@ _DOWNLOADING = threading.Lock()
 
 
 @contextlib.contextmanager
-def _checked(repo: str) -> Iterator[None]:
+def _checked(repo: str, revision: str | None) -> Iterator[None]:
     """Within this context, the hub's library makes paths only from hexadecimal names that the hub
     sends. Raises CorruptModel for other names, and ModelUnavailable if the library has other
-    functions.
+    functions, or for any of its errors.
 
     The library trusts the commit and checksums from the hub, and uses them as names of files and
     folders. It also records which files do not exist, under a name that cannot be checked here;
@@ -348,6 +343,10 @@ def _checked(repo: str) -> Iterator[None]:
         hf_api.HfApi.repo_info = checked_info  # type: ignore[method-assign]
         try:
             yield
+        except ModelError:
+            raise
+        except Exception as error:  # also errors of the HTTP library, which depend on its version
+            raise _failure(repo, revision, error) from None
         finally:
             file_download._get_metadata_or_catch_error = metadata
             hf_api.HfApi.repo_info = info  # type: ignore[method-assign]
@@ -361,17 +360,6 @@ def _check_name(repo: str, what: str, name: object, wanted: re.Pattern[str]) -> 
             f"{repo}: the hub sent a {what} that is not hexadecimal: {quote(name)}",
             "nothing was written under that name; check HF_ENDPOINT, and who answers there",
         )
-
-
-@contextlib.contextmanager
-def _told(repo: str, revision: str | None) -> Iterator[None]:
-    """Within this context, errors of the hub's library become ModelUnavailable."""
-    try:
-        yield
-    except ModelError:
-        raise
-    except Exception as error:  # also errors of the HTTP library, which depend on its version
-        raise _failure(repo, revision, error) from None
 
 
 def _failure(repo: str, revision: str | None, error: Exception) -> ModelUnavailable:
@@ -404,8 +392,9 @@ class _Watched:
 
     def plan(self, files: int, size: int, cache: Path) -> None:
         """Announce the download. Raises ModelUnavailable if the disk of `cache` is too small."""
-        free = _free_disk(cache)
-        gib = 2**30
+        free, gib = None, 2**30
+        with contextlib.suppress(OSError):
+            free = shutil.disk_usage(next(filter(Path.exists, (cache, *cache.parents)))).free
         if free is not None and size > free:
             raise ModelUnavailable(
                 f"the download takes {size / gib:.1f} GiB in {files} files, and only "
@@ -467,13 +456,3 @@ def _to_fetch(hub: Any, repo: str, info: Any, wanted: list[str]) -> tuple[int, i
         files += 1
         size += getattr(sibling, "size", None) or 0
     return files, size
-
-
-def _free_disk(folder: Path) -> int | None:
-    """Bytes free on the disk where `folder` is or will be; None if the system does not say."""
-    try:
-        while not folder.exists() and folder != folder.parent:
-            folder = folder.parent
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None

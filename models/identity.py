@@ -7,18 +7,9 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 
+from minikv.models.files import SETTINGS, TOKENIZER
+
 _LARGE = 16 << 20  # bytes of a file above which only samples of it are hashed
-_WEIGHTS = ("config.json", "generation_config.json", "params.json")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tekken.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -27,11 +18,10 @@ def digests(folder: Path) -> dict[str, str]:
     if folder.is_file():  # a GGUF file, which contains both
         return dict.fromkeys(("weights", "tokenizer"), _digest([folder]))
     stored = sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
+    versions = sorted(folder.glob("tokenizer.model.v*"))
     return {
-        "weights": _digest([*(folder / name for name in _WEIGHTS), *stored]),
-        "tokenizer": _digest(
-            [*(folder / name for name in _TOKENIZER), *sorted(folder.glob("tokenizer.model.v*"))]
-        ),
+        "weights": _digest([*(folder / name for name in SETTINGS), *stored]),
+        "tokenizer": _digest([*(folder / name for name in TOKENIZER), *versions]),
     }
 
 

@@ -236,7 +236,8 @@ class Plain:
 
 
 class PackedMatrix:
-    """A matrix with eight or four bits per weight: the common part of `Int8` and `Int4`.
+    """A matrix with eight or four bits per weight: the common part of `Int8` and `Int4`. weights
+    and scales are those of `kernels.product.matrix.Matrix`.
 
     Made from weights without memory (on torch's meta device), it is empty, and `pack` fills in the
     rows. packing: packs for a CPU; None: the matrix is for a GPU, and torch packs it.
@@ -244,11 +245,13 @@ class PackedMatrix:
     `use` sets these. product: multiplies a few rows on a CPU, and many rows if `many`; it may round
     activations to eight bits (kernels/product/cpu.py); None: torch, which leaves them in
     bfloat16. rows_product: multiplies many rows if `product` does not; None: unpack a block at a
-    time. row: multiplies one row on a GPU, bias included.
+    time. row: multiplies one row on a GPU, bias included. unpack: unpacks all rows of `Int4` on a
+    GPU; None: torch.
     """
 
     form: str
-    names: tuple[str, str]  # of the tensors with weights and scales
+    weights: Tensor
+    scales: Tensor
     tile = 1  # rows that are packed together
 
     def __init__(
@@ -263,6 +266,7 @@ class PackedMatrix:
         self.many = True
         self.rows_product: Product | None = None
         self.row: Callable[[Tensor], Tensor] | None = None
+        self.unpack: Callable[..., None] | None = None
         self._allocate(room, group)
         if not plain.weight.is_meta:
             self.pack(0, plain.weight)
@@ -271,6 +275,7 @@ class PackedMatrix:
         """See `Plain`."""
         read = as_read(self)
         self.product = self.row = self.rows_product = None
+        self.unpack = ops.unpack_int4_rows
         if self.packing is None:
             if ops.packed_row is not None and read is not None:
                 self.row = ops.packed_row(read, dtype)
@@ -303,15 +308,11 @@ class PackedMatrix:
         """See `Plain`."""
         return self.columns(0, self.shape[0]).t()
 
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors of the packed matrix, by name, with its bias."""
-        found = {name: getattr(self, name) for name in (*self.names, "bias")}
-        return {name: part for name, part in found.items() if part is not None}
-
     @property
     def nbytes(self) -> int:
         """See `Plain`."""
-        return sum(part.nbytes for part in self.parts().values())
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return self.weights.nbytes + self.scales.nbytes + bias
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
         """Pack weight [n, in], or blocks of a file, as the rows from `start` to `start` + n. start:
@@ -347,49 +348,44 @@ class Int8(PackedMatrix):
     """A matrix with eight bits per weight and one bfloat16 scale per row. `in` must be a multiple
     of 16, because torch's kernel reads whole vectors."""
 
-    form, names = "int8", ("quantised", "scale")
+    form = "int8"
 
     def _allocate(self, room: Empty, group: int) -> None:
-        assert fits_int8(self.shape[1])
-        self.quantised = room(self.shape, torch.int8)
-        self.scale = room(self.shape[:1], torch.bfloat16)
+        assert suits("int8", self.shape[1])
+        self.weights = room(self.shape, torch.int8)
+        self.scales = room(self.shape[:1], torch.bfloat16)
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
-        """See `PackedMatrix`."""
         rows = slice(start, start + len(weight))
         pack = (self.packing and self.packing().pack_int8) or pack_int8
-        pack(_dense(weight, kind), self.quantised[rows], self.scale[rows], kind)
+        pack(_dense(weight, kind), self.weights[rows], self.scales[rows], kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        """See `PackedMatrix`."""
-        self.quantised[start : start + len(codes)] = codes
-        self.scale[start : start + len(codes)] = scale[:, 0]
+        self.weights[start : start + len(codes)] = codes
+        self.scales[start : start + len(codes)] = scale[:, 0]
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `PackedMatrix`."""
         room = None
         if scratch is not None:
             room = scratch.room(end - start, self.shape[1], torch.bfloat16)
-        return torch.mul(self.quantised[start:end], self.scale[start:end, None], out=room).t()
+        return torch.mul(self.weights[start:end], self.scales[start:end, None], out=room).t()
 
     def rows(self, ids: Tensor) -> Tensor:
         """The rows `ids` [t] of the weights, bfloat16 [t, in], for an embedding."""
-        return torch.mul(self.quantised[ids], self.scale[ids, None])
+        return torch.mul(self.weights[ids], self.scales[ids, None])
 
     def _few(self, x: Tensor) -> Tensor:
-        return torch._weight_int8pack_mm(x.contiguous(), self.quantised, self.scale)
+        return torch._weight_int8pack_mm(x.contiguous(), self.weights, self.scales)
 
 
 class Int4(PackedMatrix):
     """A matrix with four bits per weight, and a bfloat16 scale and middle for each group of
     `GROUPS` columns of a row (`_sixteen_steps`).
 
-    On a CPU it is packed in tiles (`half_tile`), on a GPU in rows (`pack_int4_rows`). `use` sets
-    unpack: unpacks all rows on a GPU; None: torch.
+    On a CPU it is packed in tiles (`half_tile`), on a GPU in rows (`pack_int4_rows`).
     """
 
-    form, names, tile = "int4", ("packed", "scales"), _TILE
-    unpack: Callable[..., None] | None = None
+    form, tile = "int4", _TILE
 
     def _allocate(self, room: Empty, group: int) -> None:
         rows, columns = self.shape
@@ -398,62 +394,53 @@ class Int4(PackedMatrix):
         self.group = group = found
         if self.packing is not None:
             rows = -(-rows // _TILE) * _TILE  # a shorter last tile would have another layout
-        self.packed = room((rows, columns // 2), torch.uint8)
+        self.weights = room((rows, columns // 2), torch.uint8)
         self.scales = room((columns // group, rows, 2), torch.bfloat16)
 
-    def use(self, ops: Kernels, dtype: torch.dtype) -> None:
-        """See `Plain`."""
-        super().use(ops, dtype)
-        self.unpack = ops.unpack_int4_rows
-
     def takes_blocks(self, kind: int) -> bool:
-        """See `PackedMatrix`."""
         fits = kind in FOUR_BITS and self.group == PAIRED and half_tile() is not None
         return fits and super().takes_blocks(kind)
 
     def pack(self, start: int, weight: Tensor, kind: int = PLAIN) -> None:
-        """See `PackedMatrix`."""
         end = start + len(weight)
         if self.packing is None:
-            pack_int4_rows(weight, self.packed[start:end], self.scales[:, start:end])
+            pack_int4_rows(weight, self.weights[start:end], self.scales[:, start:end])
             return
         tiles, half = -(-end // _TILE) * _TILE, half_tile()
         self.scales[:, end:tiles] = 0
         pack = (half is not None and self.packing().pack_int4) or pack_int4
         rows = slice(start, tiles)
-        pack(_dense(weight, kind), self.packed[rows], self.scales[:, rows], half, kind)
+        pack(_dense(weight, kind), self.weights[rows], self.scales[:, rows], half, kind)
 
     def fill(self, start: int, codes: Tensor, scale: Tensor, middle: Tensor | None) -> None:
-        """See `PackedMatrix`."""
         assert middle is not None
         end, groups = start + len(codes), len(self.scales)
         both = torch.stack((scale, middle), 2).to(torch.bfloat16).transpose(0, 1)
         times = groups // len(both)
         self.scales[:, start:end] = both if times == 1 else both.repeat_interleave(times, 0)
         if self.packing is None:
-            codes = codes.to(self.packed.device)
+            codes = codes.to(self.weights.device)
             same = self.group == PAIRED
-            self.packed[start:end] = codes if same else _in_rows(apart(codes), groups)
+            self.weights[start:end] = codes if same else _in_rows(apart(codes), groups)
             return
         tiles = -(-end // _TILE) * _TILE
         self.scales[:, end:tiles] = 0
         codes = codes if end == tiles else F.pad(codes, (0, 0, 0, tiles - end))
-        self.packed[start:tiles] = _tiled(codes, half_tile())
+        self.weights[start:tiles] = _tiled(codes, half_tile())
 
     def _few(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.contiguous(), self.packed, self.group, self.scales
+            x.contiguous(), self.weights, self.group, self.scales
         )
         return made[:, : self.shape[0]]
 
     def columns(self, start: int, end: int, scratch: Scratch | None = None) -> Tensor:
-        """See `PackedMatrix`. For a CPU."""
         half = half_tile()
         inside, size = self.shape[1], -(-(end - start) // _TILE) * _TILE
         if half is None:
             eye = torch.eye(inside, dtype=torch.bfloat16)
             return self._few(eye)[:, start:end]  # exact, because no values are added
-        steps = _untiled(self.packed[start : start + size], half).transpose(0, 1)
+        steps = _untiled(self.weights[start : start + size], half).transpose(0, 1)
         steps = steps.reshape(inside // self.group, self.group, size)
         pairs = self.scales[:, None, start : start + size].unbind(-1)
         scale, middle = (part.contiguous() for part in pairs)  # 30 times as fast as interleaved
@@ -461,11 +448,10 @@ class Int4(PackedMatrix):
         return made.view(inside, size)[:, : end - start]
 
     def dense(self) -> Tensor:
-        """See `Plain`."""
         if self.packing is not None:
             return super().dense()
-        made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.packed.device)
-        (self.unpack or unpack_int4_rows)(self.packed, self.scales, made)
+        made = torch.empty(self.shape, dtype=torch.bfloat16, device=self.weights.device)
+        (self.unpack or unpack_int4_rows)(self.weights, self.scales, made)
         return made
 
 
@@ -495,8 +481,7 @@ def as_read(made: Linear) -> Matrix | None:
     half = half_tile() if isinstance(made, Int4) and made.packing is not None else 0
     if half is None:
         return None
-    weights, scales = (getattr(made, name) for name in made.names)
-    return Matrix(rows, columns, weights, scales, made.bias, half)
+    return Matrix(rows, columns, made.weights, made.scales, made.bias, half)
 
 
 def split(form: str) -> tuple[str, str]:
@@ -505,31 +490,22 @@ def split(form: str) -> tuple[str, str]:
     return layers, "int8" if head else "plain" if form == "plain" else "auto"
 
 
-def packs(form: str) -> tuple[str, ...]:
-    """The packed forms that `form` uses, "int8" and "int4", each once."""
-    return tuple(name for name in dict.fromkeys(split(form)) if name in ("int8", "int4"))
-
-
 def kept_bytes(rows: int, columns: int, form: str, itemsize: int, group: int = 0) -> int:
     """Bytes of a matrix [rows, columns] in `form`, without its bias. itemsize: bytes per weight if
     it is not packed. group: see `group_of`."""
-    if form == "int8" and fits_int8(columns):
+    if not suits(form, columns, group):
+        return rows * columns * itemsize
+    if form == "int8":
         return rows * columns + 2 * rows
-    if form == "int4" and (found := group_of(columns, group)) is not None:
-        return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * (columns // found))
-    return rows * columns * itemsize
+    groups = columns // (group_of(columns, group) or columns)
+    return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * groups)
 
 
 def suits(form: str, columns: int, group: int = 0) -> bool:
     """Whether `form` packs rows of `columns` columns. group: see `group_of`."""
     if form == "int4":
         return group_of(columns, group) is not None
-    return form == "int8" and fits_int8(columns)
-
-
-def fits_int8(columns: int) -> bool:
-    """Whether rows of `columns` columns can be packed to int8."""
-    return columns % _STEP == 0
+    return form == "int8" and columns % _STEP == 0
 
 
 def group_of(columns: int, stored: int = 0) -> int | None:

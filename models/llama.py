@@ -120,7 +120,7 @@ class Llama:
         inside = ((layer.qkv, layer.out, layer.gate_up, layer.down) for layer in self.layers)
         for matrix in (self.head, *chain.from_iterable(inside)):
             matrix.use(ops, self.dtype)
-        self._tails = self._all_tails(ops) if ops.products else []
+        self._tails = self._all_tails(ops)
         self._layers = self._first = None
         if self._tails and ops.normed_product is not None:
             layer = self.layers[0]
@@ -139,15 +139,15 @@ class Llama:
         """A `LayerTail` for each layer; empty if `ops` has none for some layer, or if the family's
         layers add scaled or normed outputs to x."""
         found: list[LayerTail] = []
-        if self.config.norm_after or self.config.residual_scale != 1.0:
+        c, rest = self.config, ops.rest if ops.products else None
+        if rest is None or c.norm_after or c.residual_scale != 1.0:
             return found
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
             following = None if after is None else as_read(after.qkv)
-            if ops.rest is None or None in parts or (after is not None and following is None):
-                return []
+            known = None not in parts and (after is None or following is not None)
             norms = layer.mlp_norm, self.norm if after is None else after.attention_norm
-            made = ops.rest(*parts, following, *norms, self.config.norm_eps)
+            made = rest(*parts, following, *norms, c.norm_eps) if known else None
             if made is None:
                 return []
             found.append(made)
@@ -270,7 +270,8 @@ class Llama:
         return qkv
 
     def _at(self, start: int | Tensor, count: int) -> At:
-        """The tables for `count` positions from `start` on, as in `Rotary.table`."""
+        """The tables for `count` positions from `start` on. start: a number, or an int64 [] tensor
+        on the device, which is not read back; then count must be 1."""
         angles = [
             self.ops.rotary_table(start, one.inverse, one.scale, self.dtype)
             if isinstance(start, Tensor)

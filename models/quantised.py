@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from minikv.models.checkpoint import DTYPES, READ, SMALL, Checkpoint, Entry
-from minikv.models.config import ModelConfig, Quantisation, quantised
+from minikv.models.config import ModelConfig, Quantisation, Reader, quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import parse_json
-from minikv.models.linear import GROUPS, fits_int8
+from minikv.models.linear import GROUPS, suits
 from minikv.models.llama import Llama
 from minikv.models.stored import Steps, Stored, own_forms, paired
 from minikv.models.tensors import tensors_of
@@ -314,7 +314,7 @@ def _matrix(
     middle = 1 << (codes.bits - 1) if layout.packed and not four else 0
     straight = torch.arange(columns) // wide
     tiles = straight if order is None else _order(order, straight)
-    whole = wide == columns and fits_int8(columns)
+    whole = wide == columns and suits("int8", columns)
     if zero is not None and codes.bits == 8 and whole and (zero.rows(0, rows) == middle).all():
         zero = None
     form, why = "plain", ""  # why the matrix must be unpacked
@@ -401,11 +401,9 @@ def _four_bits(parts: Mapping[str, Entry], rows: int, columns: int) -> tuple[_Pa
         _must(tail in parts, entry, f"is quantised, but {tail} is missing")
     _must(parts[state].size < 1 << 16, parts[state], "is too large")
     text = bytes(_read(_checked(parts[state], "U8")).numpy())
-    facts = {"nested_blocksize": 256, "nested_offset": 0.0, **parse_json(text, parts[state].name)}
-    size, each = _size(facts.get("blocksize")), _size(facts["nested_blocksize"])
-    offset = facts["nested_offset"]
-    right = isinstance(offset, float | int) and abs(offset) < 1e6 and min(size, each) > 0
-    right = right and facts.get("shape") == [rows, columns] and 2 * entry.size == rows * columns
+    facts = Reader(parse_json(text, parts[state].name), f"{entry.path.name}: {parts[state].name}")
+    size = facts.integer("blocksize", 1, 1 << 16)
+    right = facts.raw.get("shape") == [rows, columns] and 2 * entry.size == rows * columns
     _must(right, entry, "is not what its quant_state says")
     if columns % size or columns % 2:
         raise UnsupportedModel(f"{entry.path.name}: blocks of {size} in rows of {columns} columns")
@@ -413,16 +411,13 @@ def _four_bits(parts: Mapping[str, Entry], rows: int, columns: int) -> tuple[_Pa
     _must(absmax.shape == (count,), absmax, f"does not have {count} numbers")
     scales = _Part(replace(_checked(absmax, "F32", "U8"), shape=(rows, columns // size)))
     if twice:
+        each = facts.integer("nested_blocksize", 1, 1 << 16, 256)
+        offset = facts.number("nested_offset", -1e6, 1e6, 0.0)
         table, values = (_table(parts[twice[0]], 256), _table(parts[twice[1]], ceil(count / each)))
-        scales = replace(scales, table=table, scales=values, size=each, offset=float(offset))
+        scales = replace(scales, table=table, scales=values, size=each, offset=offset)
     table = _table(parts["weight.quant_map"], 16)
     codes = _Part(replace(entry, shape=(rows, columns // 2)), False, "in", (1, 0), 4, table)
     return codes, _Grid(scales), size
-
-
-def _size(value: object) -> int:
-    """How many numbers share a scale; 0 if the value cannot be such a number."""
-    return value if type(value) is int and 0 < value < 1 << 16 else 0
 
 
 def _table(entry: Entry, size: int) -> Tensor:

@@ -37,6 +37,8 @@ else:
 """
 """Code of the process. With -I, Python does not import from the folders of its environment, nor
 from the current one. So it gets the folders from which this process imports."""
+_ENDS = {-signal.SIGPROF: "it ran for too long", -signal.SIGKILL: "it did not end"}
+"""Why the process ended, by its exit status, for messages."""
 _WAIT = 60.0  # seconds until the process is killed; its own limit counts only processor time
 
 
@@ -155,17 +157,9 @@ class _Process:
         except BrokenPipeError:
             found, text = {}, b""
         if not found or len(text) < found["bytes"]:  # the process ended, perhaps within the text
-            return {"stopped": _why(running.wait())}, ""
+            why = _ENDS.get(running.wait(), "it crashed the process that renders it")
+            return {"stopped": why}, ""
         return found, text.decode("utf-8", "surrogatepass")
-
-
-def _why(status: int) -> str:
-    """Why the process ended, by its exit status, for a message."""
-    if status == -signal.SIGPROF:
-        return "it ran for too long"
-    if status == -signal.SIGKILL:
-        return "it did not end"
-    return "it crashed the process that renders it"
 
 
 def _end(running: subprocess.Popen[bytes]) -> None:

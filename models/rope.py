@@ -94,7 +94,7 @@ def _yarn_attention(rope: RopeConfig) -> float:
         return rope.attention_factor
 
     def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return 0.1 * weight * math.log(rope.factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)
@@ -114,18 +114,11 @@ class Rotary:
         self._sign = torch.ones_like(self._twice)
         self._sign[..., : head_dim // 2] = -1.0
 
-    def table(self, start: int | Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def table(self, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of the positions `start` to `start` + `count` - 1, [count, 1, D]
-        each.
-
-        start: a number, or an int64 [] tensor on the device, which is not read back; then count
-        must be 1.
-        """
-        positions: float | Tensor
-        if count == 1:  # few operations, because every decode step does this
-            positions = start.to(torch.float32) if isinstance(start, Tensor) else float(start)
-        else:
-            assert not isinstance(start, Tensor)
+        each."""
+        positions: float | Tensor = float(start)  # few operations for one, as in a decode step
+        if count > 1:
             device = self.inverse.device
             positions = torch.arange(start, start + count, dtype=torch.float32, device=device)
             positions = positions[:, None, None]
@@ -158,7 +151,8 @@ class Rotation:
 
     def query_scale(self, start: int | Tensor, count: int) -> float | Tensor | None:
         """The factor on queries at positions `start` to `start` + `count` - 1: the same for all, or
-        float32 [count, 1]; None: 1. start: as in `Rotary.table`, or all positions [count]."""
+        float32 [count, 1]; None: 1. start: a number, or all positions, int64 [count]; for a count
+        of 1 also [], on the device."""
         if not self._beta:
             return self._scale
         if not isinstance(start, Tensor):

@@ -18,7 +18,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, BinaryIO
+from typing import Any
 
 from jinja2 import TemplateSyntaxError, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -167,12 +167,14 @@ def _rendered(source: str, data: Mapping[str, Any], limit: int) -> dict[str, Any
     return {"text": text}
 
 
-def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Render until there are no more requests."""
+def main() -> None:
+    """Read requests from standard input, and write replies to standard output."""
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # so that printed text does not get between the replies
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the parent process may ignore or block it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    for line in requests:
+    for line in sys.stdin.buffer:
         size = len(line)
         room = _MEMORY + 40 * size
         if most != resource.RLIM_INFINITY:
@@ -185,10 +187,3 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(json.dumps({**found, "bytes": len(text)}).encode() + b"\n" + text)
         replies.flush()
-
-
-def main() -> None:
-    """Read requests from standard input, and write replies to standard output."""
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # so that printed text does not get between the replies
-    serve(sys.stdin.buffer, answers)

@@ -9,6 +9,7 @@ chats must contain everything that the user said.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -99,15 +100,14 @@ class ChatTemplate:
         if own is not None:
             return cls(*own, tokenizer)
         why = f"no default chat template in the {'file' if path.is_file() else 'folder'}"
-        found = recognise(tokenizer, path)
-        if found is None:
+        if (found := recognise(tokenizer, path)) is None:
             note = f"{why}, and no known vocabulary: plain completion, not a chat"
-            return cls.built_in(PLAIN, tokenizer, note)
-        note = (
-            f"{why}: using the built-in {found} format, which its "
-            "vocabulary points to; a model without chat training will not follow it"
-        )
-        return cls.built_in(found, tokenizer, note)
+        else:
+            note = (
+                f"{why}: using the built-in {found} format, which its "
+                "vocabulary points to; a model without chat training will not follow it"
+            )
+        return cls.built_in(found or PLAIN, tokenizer, note)
 
     @classmethod
     def built_in(cls, format: str, tokenizer: Tokenizer, *notes: str) -> ChatTemplate:
@@ -285,8 +285,8 @@ class ChatTemplate:
         system, user, answer, more = _neutral(
             [Message(role, "x") for role in ("system", "user", "assistant", "user")]
         )
-        asked = self._probe([user], "user", needed=True)
-        if asked is None:  # the first question is refused
+        asked = self._probe([user], "user")
+        if asked is None:  # raises the error, or the first question is refused
             asked = self._render([user])
             if not asked.strip():
                 raise CorruptModel(f"{self.name} writes nothing for a question")
@@ -334,23 +334,17 @@ class ChatTemplate:
             note = "the template does not end a question with the control tokens that begin an "
             self._notes += (note + "answer: the model may not answer as it was trained to",)
 
-    def _probe(self, messages: Sequence[Message], role: Role, needed: bool = False) -> str | None:
+    def _probe(self, messages: Sequence[Message], role: Role) -> str | None:
         """The text of a neutral chat. The contents of `role` become lists of parts if the template
-        takes only these; None if it takes neither form. needed: raise the first error instead of
-        returning None."""
-        given, errors = self._parts, []
+        takes only these; None if it takes neither form."""
+        given = self._parts
         for parts in (given, given | {role}):
             self._parts = parts
-            try:
+            with contextlib.suppress(CorruptModel, UnsupportedModel):
                 text = self._render(messages)
-            except (CorruptModel, UnsupportedModel) as error:
-                errors.append(error)
-                continue
-            if all(message.content in text for message in messages):
-                return text
+                if all(message.content in text for message in messages):
+                    return text
         self._parts = given
-        if needed and errors:
-            raise errors[0]
         return None
 
     def _plain_markers(self, texts: Iterable[str]) -> list[str]:

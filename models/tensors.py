@@ -15,23 +15,19 @@ from minikv.models.llama import Layer, Llama
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a checkpoint's tensor belongs: rows `rows` of the attribute `slot` of `owner`, which is
-    the network or a layer.
-
-    kind: "weight" or "bias" if the attribute is a matrix, "" if it is a tensor.
-    """
+    the network or a layer. bias: it is the bias of a matrix."""
 
     owner: Llama | Layer
     slot: str
-    kind: str
     rows: slice
+    bias: bool = False
 
     def tensor(self) -> Tensor:
         """The part itself, a contiguous view."""
         part: object = getattr(self.owner, self.slot)
-        if self.kind:
-            assert isinstance(part, Plain), "packed weights have no places"
-            part = part.weight if self.kind == "weight" else part.bias
-        assert isinstance(part, Tensor)
+        if isinstance(part, Plain):
+            part = part.bias if self.bias else part.weight
+        assert isinstance(part, Tensor), "packed weights cannot be indexed by row"
         return part[self.rows]
 
 
@@ -61,20 +57,16 @@ def places_of(network: Llama) -> Iterator[tuple[str, Place]]:
     if c.qk_norm:
         norms = (f"{one}_norm" for one in "qk")
         parts = (*parts, *((f"self_attn.{name}", name, whole) for name in norms))
-    yield "model.embed_tokens.weight", Place(network, "embedding", "", whole)
+    yield "model.embed_tokens.weight", Place(network, "embedding", whole)
     for i, layer in enumerate(network.layers):
         for name, slot, rows in parts:
             part, at = getattr(layer, slot), f"model.layers.{i}.{name}"
-            if isinstance(part, Tensor):
-                yield f"{at}.weight", Place(layer, slot, "", rows)
-                continue
-            assert isinstance(part, Plain), "packed weights cannot be indexed by row"
-            yield f"{at}.weight", Place(layer, slot, "weight", rows)
-            if part.bias is not None:
-                yield f"{at}.bias", Place(layer, slot, "bias", rows)
-    yield "model.norm.weight", Place(network, "norm", "", whole)
+            yield f"{at}.weight", Place(layer, slot, rows)
+            if not isinstance(part, Tensor) and part.bias is not None:
+                yield f"{at}.bias", Place(layer, slot, rows, bias=True)
+    yield "model.norm.weight", Place(network, "norm", whole)
     if not c.tied:
-        yield "lm_head.weight", Place(network, "head", "weight", whole)
+        yield "lm_head.weight", Place(network, "head", whole)
 
 
 def tensors_of(network: Llama) -> Iterator[tuple[str, Tensor]]:

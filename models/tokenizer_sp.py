@@ -53,21 +53,14 @@ class PieceVocabulary:
         if not 0 < self.size <= LARGEST_ID:
             raise CorruptModel(f"{name} has {self.size} pieces")
         with library_errors(name, "unreadable pieces"):
-            names = [model.id_to_piece(id) for id in range(self.size)]
-            silent = [
-                model.is_control(id) or model.is_unknown(id) or model.is_unused(id)
-                for id in range(self.size)
-            ]
-            for id in shown:
-                silent[id] = False
-            self.control = {
-                piece: id
-                for id, piece in enumerate(names)
-                if model.is_control(id) or model.is_unknown(id)
-            }
+            ids = range(self.size)
+            names = [model.id_to_piece(id) for id in ids]
+            control = [id for id in ids if model.is_control(id) or model.is_unknown(id)]
+            self.control = {names[id]: id for id in control}
+            silent = {*control, *filter(model.is_unused, ids)}.difference(shown)
             self.pieces = [
-                b"" if silent[id] else word_piece_bytes(piece, bool(model.is_byte(id)))
-                for id, piece in enumerate(names)
+                b"" if id in silent else word_piece_bytes(names[id], bool(model.is_byte(id)))
+                for id in ids
             ]
             self.edges: dict[str, Edges] = {}
             self.unknown: int | None = int(model.unk_id())

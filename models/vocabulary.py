@@ -133,15 +133,12 @@ others lack the last."""
 
 def lost(vocabulary: Vocabulary) -> list[str]:
     """Which of `PROBES` the vocabulary drops or changes."""
-    return [
-        what
-        for what, texts in PROBES.items()
-        if any(
-            text_of(vocabulary.encode(text, "start"), vocabulary.pieces, vocabulary.drop_space)
-            != text
-            for text in texts
-        )
-    ]
+
+    def changed(text: str) -> bool:
+        ids = vocabulary.encode(text, "start")
+        return text_of(ids, vocabulary.pieces, vocabulary.drop_space) != text
+
+    return [what for what, texts in PROBES.items() if any(map(changed, texts))]
 
 
 def text_of(ids: Iterable[int], pieces: Sequence[bytes], drop_space: bool) -> str:

@@ -5,11 +5,13 @@ are what `minikv plan` says."""
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import re
 import shlex
 from functools import cache
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from typer.testing import CliRunner
 from minikv.chat.report import size
 from minikv.cli.main import _resume_alone, app
 from minikv.cli.screen.terminal import in_columns
+from minikv.cli.settings.config import Interface
 from minikv.cli.settings.help import Group
 from minikv.kernels.native import choice
+from minikv.settings import Generation, Settings, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs/architecture.md").read_text()
@@ -50,14 +54,10 @@ def known() -> set[str]:
 
 
 @pytest.mark.parametrize("text", [PAGE, PICTURE], ids=["page", "picture"])
-def test_the_files_exist(text: str) -> None:
+def test_the_files_and_methods_exist(text: str) -> None:
     files = set(re.findall(r"\b((?:minikv|kernels|models|cli)/[\w/]*\.py)\b", text))
     assert len(files) >= 5
     assert [name for name in sorted(files) if not (ROOT / name).is_file()] == []
-
-
-@pytest.mark.parametrize("text", [PAGE, PICTURE], ids=["page", "picture"])
-def test_the_methods_exist(text: str) -> None:
     names = set(re.findall(r"\b([A-Z]\w+\.(?!md\b)[a-z_]\w*)", text))
     assert len(names) >= 5
     assert sorted(names - known()) == []
@@ -155,6 +155,14 @@ def test_the_chat_of_the_readme_answers_its_questions() -> None:
     assert done.stdout.splitlines() == [known[question] for question in questions]
 
 
+def test_every_setting_has_a_paragraph_and_every_paragraph_is_of_one() -> None:
+    """In the docstring of its class: it is the help of the flag."""
+    for kind in (Settings, Generation, Interface):
+        told = re.findall(r"^(\w+): ", inspect.cleandoc(kind.__doc__ or ""), re.M)
+        assert told == [*settings_of(kind)]
+        assert all(one.help for one in settings_of(kind).values())
+
+
 @pytest.fixture
 def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`minikv plan` of the guide's model, whose configuration is in the hub's cache."""
@@ -188,14 +196,7 @@ def test_the_plan_of_the_guide_is_what_plan_says(plan: Any) -> None:
 
 def test_the_table_of_the_guide_is_what_plan_says(plan: Any) -> None:
     rows = re.findall(r"^\| `(\w+)`[^|]*\| (GPU|CPU) \|(.*)\|$", GUIDE, re.MULTILINE)
-    assert [row[:2] for row in rows] == [
-        ("auto", "GPU"),
-        ("auto", "CPU"),
-        ("int8", "GPU"),
-        ("int8", "CPU"),
-        ("int4", "GPU"),
-        ("int4", "CPU"),
-    ]
+    assert [row[:2] for row in rows] == [*product(("auto", "int8", "int4"), ("GPU", "CPU"))]
     common = [word for word in planned() if word not in ("--device", "cuda")]
     for form, where, cells in rows:
         device = "cuda" if where == "GPU" else "cpu"

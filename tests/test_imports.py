@@ -18,21 +18,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
-PACKAGES = {
-    "minikv": ROOT / "minikv",
-    "models": ROOT / "models",
-    "kernels": ROOT / "kernels",
-    "cli": ROOT / "cli",
-}
+PACKAGES = {name: ROOT / name for name in ("minikv", "models", "kernels", "cli")}
 
 # The assembly is the one place that knows both the core and the models.
 EXCEPTIONS = {
-    ("minikv/loader.py", "minikv.models"),
-    ("minikv/loader.py", "minikv.models.config"),
-    ("minikv/loader.py", "minikv.models.identity"),
-    ("minikv/loader.py", "minikv.models.linear"),
-    ("minikv/loader.py", "minikv.models.llama"),
-    ("minikv/loader.py", "minikv.models.weights"),
+    *(
+        ("minikv/loader.py", f"minikv.models{name}")
+        for name in ("", ".config", ".hub", ".identity", ".linear", ".llama", ".weights")
+    ),
     ("minikv/__main__.py", "minikv.cli.__main__"),  # the command, by another name
 }
 THIRD_PARTY = {

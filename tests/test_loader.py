@@ -23,6 +23,7 @@ from minikv.engine import threads, warmup
 from minikv.errors import UsageError
 from minikv.kernels import dispatch
 from minikv.kernels.dispatch import Kernels
+from minikv.kernels.native import build as native
 from minikv.kernels.native import choice
 from minikv.loader import (
     build,
@@ -168,46 +169,39 @@ def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
 # -- what the caller is told ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_a_compilation_is_announced_after_the_weights(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, first: bool
+@pytest.mark.parametrize("heard", [True, False])
+@pytest.mark.parametrize(
+    ("kernels", "weights", "compiles", "remarks", "told"),
+    [
+        ("auto", "auto", False, [], ["weights"]),
+        ("auto", "auto", True, [], ["weights", "kernels"]),
+        ("auto", "auto", True, ["one", "two"], ["weights", "one", "two", "kernels"]),
+        ("auto", "int8", False, [], ["weights"]),
+        ("auto", "int8", True, [], ["weights", "kernels", "weights", "kernels"]),
+        ("torch", "auto", True, ["one"], ["weights"]),
+    ],
+)
+def test_a_compilation_is_announced(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    heard: bool,
+    kernels: str,
+    weights: str,
+    compiles: bool,
+    remarks: list[str],
+    told: list[str],
 ) -> None:
-    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: first)
-    heard = Progress()
-    build(Settings(model=str(folder), kernels="torch"), heard)
-    assert heard.told == ["weights", "kernels"][: 1 + first]
-
-
-def test_what_there_is_to_say_about_the_kernels_comes_before_they_are_compiled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warmup.build, "compiles", lambda: True)
-    monkeypatch.setattr(warmup.build, "remarks", lambda: ["one", "two"])
-    heard = Progress()
-    build(Settings(model=str(folder)), heard)
-    assert heard.told == ["weights", "one", "two", "kernels"]
-
-
-@pytest.mark.parametrize("heard", [Progress(), None])
-def test_what_packs_is_compiled_when_the_first_matrix_is_packed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, heard: Progress | None
-) -> None:
-    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: True)
+    """After the weights, or when the first matrix is packed, and what there is to say about it
+    before."""
+    monkeypatch.setattr(native, "compiles", lambda: compiles)
+    monkeypatch.setattr(native, "remarks", lambda: remarks)
     monkeypatch.setattr(linear, "lacks", lambda form: "")
-    chat = build(Settings(model=str(folder), weights="int8", kernels="torch"), heard)
-    assert chat.facts.form == "int8"
-    assert chat.facts.dtype == "bfloat16"
-    if heard is not None:
-        assert heard.told[:3] == ["weights", "kernels", "weights"]
-
-
-def test_nothing_is_announced_where_nothing_is_compiled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warmup, "compiles", lambda device, kernels: False)
-    heard = Progress()
-    build(Settings(model=str(folder), weights="int8", kernels="torch"), heard)
-    assert heard.told == ["weights"]
+    progress = Progress()
+    asked = Settings(model=str(folder), weights=weights, kernels=kernels)
+    chat = build(asked, progress if heard else None)
+    assert progress.told == (told if heard else [])
+    if weights == "int8":
+        assert (chat.facts.form, chat.facts.dtype) == ("int8", "bfloat16")
 
 
 def test_prompts_are_remembered_as_those_of_the_models_files(
@@ -302,28 +296,6 @@ def test_packing_chooses_once_and_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # -- arguments ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "says", "hint"),
-    [
-        ({"temperature": 1}, "has no argument 'temperature'", "chat.ask(..., temperature=...)"),
-        ({"windo": 1}, "no policy has such an option", "did you mean window"),
-        ({"polici": 1}, "no policy has such an option", "did you mean policy or"),
-        ({"zzzzzz": 1}, "no policy has such an option", "it takes: model, revision"),
-        ({"budget": True}, "must be a whole number or a text", "20%"),
-        ({"budget": [512]}, "must be a whole number or a text", "20%"),
-        ({"quality": 0.1}, "`quality` is gone: choose `budget`", ""),
-    ],
-    ids=str,
-)
-def test_a_wrong_argument_is_told_where_it_belongs(
-    given: dict[str, Any], says: str, hint: str
-) -> None:
-    with pytest.raises(UsageError) as refused:
-        settings_from(**given)
-    assert says in str(refused.value)
-    assert hint in refused.value.hint
 
 
 def test_fields_of_settings_and_options_of_every_policy_are_arguments(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from minikv.cli.doctor import cpu_facts
 from minikv.engine import threads
 from minikv.errors import MemoryShortError, UsageError
 from minikv.models.config import ModelConfig
-from minikv.models.linear import TORCH, Int8, Plain, kept, packs, split
+from minikv.models.linear import TORCH, Int8, Plain, kept, split
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig
 from minikv.models.tensors import tensors_of
@@ -261,7 +261,7 @@ def plain(spec: Spec) -> Llama:
 
     # Matrices that will be packed must not share pages with others, or their memory would not be
     # freed.
-    room = alone if packs(spec.weights) else None
+    room = alone if {"int8", "int4"}.intersection(split(spec.weights)) else None
     return fill(Llama(spec.sizes, device=device, dtype=dtype, room=room))
 
 

@@ -51,15 +51,19 @@ SAVED = "Saved chats"
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Settings for what a command reads and shows, not for what it computes."""
+    """Settings for what a command reads and shows, not for what it computes.
 
-    stats: bool = setting(
-        False, "print what the answer cost to stderr", OUTPUT, commands=("ask",), common=True
-    )
+    stats: print what the answer cost to stderr
+    thoughts: of a reasoning model's thoughts, show all (show), the end while they are written and
+        then one line (fold), or nothing (hide)
+    quiet: answers and errors only
+    plain: no Markdown, colours or progress lines
+    debug: show tracebacks
+    """
+
+    stats: bool = setting(False, OUTPUT, commands=("ask",), common=True)
     thoughts: str = setting(
         "fold",
-        "of a reasoning model's thoughts, show all (show), the end while they are "
-        "written and then one line (fold), or nothing (hide)",
         OUTPUT,
         commands=("ask", "chat"),
         choices=("show", "fold", "hide"),
@@ -67,16 +71,10 @@ class Interface:
         live=True,
     )
     quiet: bool = setting(
-        False,
-        "answers and errors only",
-        OUTPUT,
-        letters=("-q",),
-        commands=("ask", "chat"),
-        common=True,
-        live=True,
+        False, OUTPUT, letters=("-q",), commands=("ask", "chat"), common=True, live=True
     )
-    plain: bool = setting(False, "no Markdown, colours or progress lines", OUTPUT, in_file=False)
-    debug: bool = setting(False, "show tracebacks", ADVANCED, in_file=False)
+    plain: bool = setting(False, OUTPUT, in_file=False)
+    debug: bool = setting(False, ADVANCED, in_file=False)
 
 
 SETTINGS: Mapping[str, Setting] = {

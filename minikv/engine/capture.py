@@ -4,48 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 
-class Capture(Protocol):
-    """How a repeated step is launched."""
+class Eager:
+    """Runs every step directly: on a CPU, and in tests."""
 
     def warm(self, body: Callable[[], None]) -> None:
         """Run `body` uncaptured, so that everything is compiled and allocated before `record`."""
-        ...
+        body()
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
         """Capture `body` without running it. Returns a function that runs it on the same memory."""
-        ...
+        return body
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
         """Send values (int64, on the device) to the host. Returns a function that waits for them
         and returns them."""
-        ...
-
-
-class Eager:
-    """A `Capture` that captures nothing and runs every step: for a CPU, and for tests."""
-
-    def warm(self, body: Callable[[], None]) -> None:
-        """See `Capture`."""
-        body()
-
-    def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`."""
-        return body
-
-    def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """See `Capture`."""
         sent = values.to("cpu", copy=True)
         return lambda: list(map(int, sent))
 
 
-class CudaGraphs:
-    """A `Capture` with CUDA graphs. Warms up on a separate stream, as graph capture requires."""
+class CudaGraphs(Eager):
+    """Captures steps as CUDA graphs. Warms up on a separate stream, as graph capture requires."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -55,7 +38,6 @@ class CudaGraphs:
         self._sent = 0
 
     def warm(self, body: Callable[[], None]) -> None:
-        """See `Capture`."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -63,11 +45,9 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        """See `Capture`."""
         return captured(body, self._stream)
 
     def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """See `Capture`."""
         host = self._host[self._sent % len(self._host)]
         self._sent += 1
         host.copy_(values, non_blocking=True)
@@ -88,21 +68,20 @@ def captured(body: Callable[[], None], stream: torch.cuda.Stream) -> Callable[[]
     `torch.cuda.graph` is not used, because it waits for the device and frees all cached memory
     first, and because it stays on its stream after an error.
     """
-    graph, pool, done = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle(), False
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     with torch.cuda.stream(stream):
         # Other threads may use the device: the terminal reads memory figures.
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             body()
             graph.capture_end()
-            done = True
-        finally:
-            if not done:
-                with contextlib.suppress(RuntimeError):
-                    graph.capture_end()
-                # Before 2.12, torch's allocator stays in capture mode after a capture that failed,
-                # and frees nothing more. If the capture did end, these calls raise.
-                with contextlib.suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(stream.device.index, pool)
-                    torch._C._cuda_releasePool(stream.device.index, pool)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            # Before 2.12, torch's allocator stays in capture mode after a capture that failed,
+            # and frees nothing more. If the capture did end, these calls raise.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+                torch._C._cuda_releasePool(stream.device.index, pool)
+            raise
     return graph.replay

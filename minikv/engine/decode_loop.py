@@ -20,7 +20,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.cache.decode_step import DecodeStep
 from minikv.cache.kv_cache import KVCache
-from minikv.engine.capture import Capture, CudaGraphs
+from minikv.engine.capture import CudaGraphs, Eager
 from minikv.engine.sampling import WINDOW, Sampling, draw, penalized
 from minikv.errors import NumericsError
 from minikv.kernels.sample.plain import greedy, sample
@@ -45,7 +45,7 @@ class DecodeLoop:
     of the next launch. The draws are those of `sampling.pick`.
     """
 
-    def __init__(self, network: Network, kv: KVCache, capture: Capture, notices: list[str]) -> None:
+    def __init__(self, network: Network, kv: KVCache, capture: Eager, notices: list[str]) -> None:
         """notices: gets a message if steps cannot be captured and run uncaptured."""
         self._network, self._kv, self._capture = network, kv, capture
         self._notices = notices
@@ -120,14 +120,12 @@ class DecodeLoop:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """A context for changing the cache: after any error, drop it."""
-        done = False
         try:
             yield
-            done = True
-        finally:
-            if not done:
-                self._early, self._unended, self._drawn = None, False, range(0)
-                self._kv.drop()
+        except BaseException:
+            self._early, self._unended, self._drawn = None, False, range(0)
+            self._kv.drop()
+            raise
 
     @property
     def captured(self) -> bool:
@@ -205,17 +203,8 @@ class DecodeLoop:
         if sampling.temperature == 0.0:
             greedy(logits, *written)
         else:
-            sample(
-                logits,
-                sampling.temperature,
-                sampling.top_k,
-                sampling.top_p,
-                sampling.min_p,
-                self._draws,
-                self._first_draw,
-                decode.eviction.position,
-                *written,
-            )
+            drawn = self._draws, self._first_draw, decode.eviction.position
+            sample(logits, *sampling.filters, *drawn, *written)
         if sampling.penalizes:
             self._recent.copy_(torch.cat((self._recent[1:], self._token)))
 

@@ -13,7 +13,7 @@ from minikv.cache.fidelity import compared
 from minikv.cache.kv_cache import KVCache
 from minikv.cache.second_pass import SecondPass
 from minikv.cache.stats import Fidelity
-from minikv.engine.capture import Capture, CudaGraphs
+from minikv.engine.capture import CudaGraphs, Eager
 from minikv.engine.decode_loop import DecodeLoop, Network
 from minikv.engine.sampling import Sampling, finite, pick
 from minikv.errors import ContextError, NumericsError
@@ -26,7 +26,7 @@ class Engine:
     """
 
     def __init__(
-        self, network: Network, kv: KVCache, capture: Capture | Literal["auto"] | None = "auto"
+        self, network: Network, kv: KVCache, capture: Eager | Literal["auto"] | None = "auto"
     ) -> None:
         """capture: how `next` launches a step before the host has read the token of the previous
         step (see `DecodeLoop`); None: one step at a time. "auto": CUDA graphs on CUDA, otherwise
@@ -122,16 +122,16 @@ class Engine:
     def _whole(self, progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
         """A context for a prompt or a step: after any error, restore the cache to its state before
         the prompt, or drop it after a step."""
-        kv, done = self.kv, False
+        kv = self.kv
         kv.progress = progress
         try:
             yield
-            done = True
-        finally:
+        except BaseException:
             kv.progress = None
-            if not done:
-                kv.abandon()
-                kv.settle()
+            kv.abandon()
+            kv.settle()
+            raise
+        kv.progress = None
 
     def step(self, token: int) -> Tensor:
         """Feed one token of an answer; return the next logits, float32 [V].

@@ -44,6 +44,11 @@ class Sampling:
         checks.number("repeat_penalty", self.repeat_penalty, 0.1, 10.0)
 
     @property
+    def filters(self) -> tuple[float, int, float, float]:
+        """The temperature and what is left to draw from, as the kernels take them."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+    @property
     def penalizes(self) -> bool:
         """Whether the last tokens change the logits."""
         return self.repeat_penalty != 1.0
@@ -76,8 +81,7 @@ def pick(
     if sampling.temperature == 0.0:
         return int(logits.argmax())
     point = torch.tensor(draw(seed, position), dtype=torch.float64)
-    s = sampling
-    return int(ops.drawn(logits.cpu(), s.temperature, s.top_k, s.top_p, s.min_p, point))
+    return int(ops.drawn(logits.cpu(), *sampling.filters, point))
 
 
 def penalized(logits: Tensor, ids: Tensor, penalty: float) -> Tensor:

@@ -19,7 +19,6 @@ from minikv.errors import NumericsError, UsageError
 from minikv.kernels import Part, Queries, Segments
 from minikv.kernels.attention import cudnn
 from minikv.kernels.dispatch import Kernels
-from minikv.kernels.native import build
 from minikv.policies.base import ALL, Evidence
 from minikv.policies.parts import smallest_budget
 
@@ -32,17 +31,6 @@ _OBSERVED = (1, 32, 64)  # last queries of a prompt: one for each tile of 16, 32
 _FAR = 1 << 16  # rows of a head that are divided among several programs
 _MANY = 1 << 14  # rows of a head that several programs search
 _IDS = 16  # token ids below it are in every vocabulary
-
-
-def compiles(device: torch.device, kernels: str) -> bool:
-    """Whether the C kernels for the CPU must still be compiled. That takes seconds, once per
-    machine. kernels: as `KVCache` takes it."""
-    return device.type == "cpu" and kernels == "auto" and build.compiles()
-
-
-def remarks(device: torch.device, kernels: str) -> list[str]:
-    """Lines that say why the C kernels are compiled again, or stored in an unusual place."""
-    return build.remarks() if device.type == "cpu" and kernels == "auto" else []
 
 
 def warm(kv: KVCache, network: Network) -> None:

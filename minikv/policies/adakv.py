@@ -120,7 +120,6 @@ ADAKV = Method(
     parts=(snapkv.SnapKV, AdaKV),
     good="a question, short answer",
     paper="2407.11550",
-    second="needs recall",
 )
 
 ADA_PYRAMID = Method(
@@ -129,5 +128,4 @@ ADA_PYRAMID = Method(
     parts=(snapkv.SnapKV, pyramidkv.PyramidKV, AdaKV),
     good="a question, short answer",
     paper="2407.11550",
-    second="needs recall",
 )

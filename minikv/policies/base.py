@@ -13,21 +13,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from minikv.kernels.dispatch import Kernels
 from minikv.policies import selection
+from minikv.policies.counter_rng import uniform
 from minikv.policies.moments import Moments, Rotation
 from minikv.policies.repeats import Repeat, RepeatView, Wording
+
+T = TypeVar("T")
 
 ALL = 1 << 62
 """A number of observed queries that means every query of the prompt."""
 
 SURE = 1e19
 """A score from here on only ranks a row above others; `Span` does not pass it on."""
+
+AT_ONCE = 1 << 20
+"""About how many numbers of keys or values `StepView.by_heads` computes with at once."""
+
+Columns = Mapping[str, Tensor]
+"""Columns by their names."""
+
+Visible = Callable[[], Tensor]
+"""Returns how many rows a query saw; computed on demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +76,7 @@ class PromptView:
     asks: the prompt only asks about earlier text. ops: the kernels.
     earlier: how many of the first rows may be out of order; the others follow in order of position.
         None: all.
-    shared: results that a policy computed for an earlier layer of the prompt and reuses, by a key
-        of its choice.
+    shared: results for all layers of the prompt (`once`).
     """
 
     layer: int
@@ -112,6 +123,17 @@ class PromptView:
         last = None if self.causal else first  # None: every query saw every row
         return self.once("able", lambda: (self.position - self.pos.clamp(first, last)).float())
 
+    @property
+    def mean(self) -> Tensor:
+        """float32 [H, N]: `mass`, the mean over G."""
+        assert self.mass is not None
+        return self.mass.mean(1)
+
+    def uniform(self, seed: int) -> Tensor:
+        """float32 [H, N] in (0, 1): a random number for each row."""
+        heads = torch.arange(len(self.pos), device=self.pos.device)[:, None]
+        return uniform(seed, self.layer, heads, self.position, self.pos)
+
     def each_query(self, make: Callable[[Tensor, slice], Tensor]) -> Tensor:
         """The results of `make` for all heads; it is called with the `attention` of some heads and
         their slice."""
@@ -122,25 +144,26 @@ class PromptView:
             len(self.mass), each, self.ops.block, lambda some: make(seen(some), some)
         )
 
-    def once(self, key: object, make: Callable[[], Tensor]) -> Tensor:
-        """The result of `make`, computed at the first call with this key."""
-        if key not in self._found:
-            self._found[key] = make()
-        found: Tensor = self._found[key]
+    def once(self, key: object, make: Callable[[], T], *, shared: bool = False) -> T:
+        """The result of `make`, computed at the first call with this key. shared: the same for
+        other layers of the prompt."""
+        known = self.shared if shared else self._found
+        if key not in known:
+            known[key] = make()
+        found: T = known[key]
         return found
 
     def divide(self, sinks: int, recent: int, pinned: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Which rows stay because they are among the first `sinks`, the last `recent` or the first
         `pinned` positions; which rows are free; and how many: see `divide` in
         kernels/evict/plain.py. Computed once."""
-        key = "divide", sinks, recent, pinned
-        # In a first prompt, all heads of all layers without a window hold the same rows.
-        known = self.shared if self.pos.stride(0) == 0 else self._found
-        if key not in known:
-            young = max(0, self.position - recent)
-            known[key] = self.ops.divide(self.pos, sinks, young, pinned)
-        found: tuple[Tensor, Tensor, Tensor] = known[key]
-        return found
+        young = max(0, self.position - recent)
+        return self.once(
+            ("divide", sinks, recent, pinned),
+            lambda: self.ops.divide(self.pos, sinks, young, pinned),
+            # In a first prompt, all heads of all layers without a window hold the same rows.
+            shared=self.pos.stride(0) == 0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +206,31 @@ class StepView:
     context: int = 0
     learnt: Tensor | None = None
     rotary: Rotation | None = None
+
+    def uniform(self, seed: int) -> Tensor:
+        """float32 [F, N] in (0, 1): a random number for each row."""
+        each = torch.arange(len(self.pos), device=self.pos.device)[:, None]
+        layer, head = self.layer + each // self.heads, each % self.heads
+        return uniform(seed, layer, head, self.position, self.pos)
+
+    def by_heads(
+        self,
+        read: Callable[[Tensor], Tensor],
+        make: Callable[[Tensor, Tensor], Tensor],
+        wide: int = 0,
+    ) -> Tensor:
+        """float32 [F, N]: the results of `make` for some heads at a time: it is called with the
+        indices of the heads int64 [f], and with `read` of these, as float32 [f, N, D]. If values
+        may be read, it is not called for heads that cannot evict; these have 0. wide: how many
+        numbers `make` computes with for each row, if they are more than D."""
+        found = torch.zeros(self.pos.shape, device=self.pos.device)
+        heads = torch.arange(len(found), device=found.device)
+        if self.readable:
+            heads = (self.pos >= 0).any(1).nonzero()[:, 0]
+        each = found.shape[1] * max(wide, read(heads[:0]).shape[-1])
+        for part in torch.split(heads, max(1, AT_ONCE // each)):
+            found[part] = make(part, read(part).float())
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,9 +395,7 @@ class StepPolicy(ABC):
         """
         return (logits - lse[..., None]).exp_().mean(-2).masked_fill_(~live, 0.0)
 
-    def update(  # noqa: B027
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:  # noqa: B027
         """Update the columns in place with one query's `attention`. All tensors have the same
         shape, e.g. [R]; attention is 0 for unused rows.
 

@@ -76,5 +76,4 @@ METHOD = Method(
     parts=(ChunkKV,),
     good="a question, short answer",
     paper="2502.00299",
-    second="needs recall",
 )

@@ -24,13 +24,6 @@ def uniform(seed: int, *keys: Tensor | int) -> Tensor:
     return _shift(state, 41).to(torch.float32).add_(0.5).mul_(1 / (1 << 23))
 
 
-def row_uniform(seed: int, layer: int, position: int, pos: Tensor) -> Tensor:
-    """float32 [H, N] in (0, 1): `uniform` for each row of a layer's heads, whose positions are pos
-    int64 [H, N]. position: tokens counted so far."""
-    heads = torch.arange(len(pos), device=pos.device)[:, None]
-    return uniform(seed, layer, heads, position, pos)
-
-
 def gumbel(drawn: Tensor) -> Tensor:
     """Standard Gumbel numbers, float32, from numbers of `uniform`. The top k of log p + gumbel are
     a draw of k entries without replacement with probabilities p."""

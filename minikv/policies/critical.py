@@ -21,8 +21,7 @@ from minikv.policies.parts import Candidates, Reweighter, Selector
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticalKV(Reweighter):
-    """by_score: the share of a head's rows that is chosen by score alone. The window's rows, which
-    always stay, count in that share. epsilon: added to scores before they are multiplied."""
+    """The window's rows, which always stay, count in the share `by_score`."""
 
     name = "critical"
     summary = "values weighed by |v W_O|"

@@ -24,11 +24,8 @@ _QUERIES = 8  # at least this many queries are pooled at once
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defensive(Scorer):
-    """Worst-case attention times the value's norm; the window's own rows all stay.
-
-    sure: the rows of each head that have this share of its attention mass come before all others,
-    as in the release; at most as many as an even share of the budget.
-    """
+    """Worst-case attention times the value's norm; the window's own rows all stay. At most an even
+    share of the budget is `sure`."""
 
     name = "defensive"
     summary = "worst-case attention x value"
@@ -62,7 +59,6 @@ class Defensive(Scorer):
         )
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
         _, free, (_, _, have) = view.divide(*self.protected(view))
         gone = ~free
         # Rows are pooled with their neighbours in the text; rows that are not free come last.
@@ -81,9 +77,8 @@ class Defensive(Scorer):
             worth = worth * norms
         if self.sure:
             each = max(0, view.budget - self.sinks - self.window)
-            worth = torch.where(
-                most_of(view.mass.mean(1) * free, self.sure, each), worth.max(), worth
-            )
+            most = most_of(view.mean * free, self.sure, each)
+            worth = torch.where(most, worth.max(), worth)
         return worth.masked_fill(gone, -torch.inf)
 
     differs = (
@@ -147,5 +142,4 @@ METHOD = Method(
     parts=(Defensive,),
     good="a question, short answer",
     paper="2510.13334",
-    second="needs recall",
 )

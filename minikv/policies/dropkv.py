@@ -104,5 +104,4 @@ METHOD = Method(
     parts=(DropKV,),
     good="a question, short answer",
     paper="MqfNzH3TVH",
-    second="needs recall",
 )

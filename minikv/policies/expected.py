@@ -20,8 +20,7 @@ from minikv.policies.selection import blocks, in_blocks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedAttention(Scorer):
-    """The expected attention, mean over the group. epsilon: added to it before `value_norm`
-    multiplies it by the value's norm."""
+    """The expected attention, mean over the group."""
 
     name = "expected"
     summary = "expected attention"
@@ -46,66 +45,43 @@ class ExpectedAttention(Scorer):
 
     def score(self, view: PromptView) -> Tensor:
         assert view.queries is not None
-        assert view.rotary is not None, "the network's rotary frequencies are not known"
-        rotary = view.rotary.layers[view.layer]
-        key = self, id(rotary)  # the same for all layers with the same rotation
-        if key not in view.shared:
+        rotation = view.rotary
+        assert rotation is not None, "the network's rotary frequencies are not known"
+        rotary = rotation.layers[view.layer]
+
+        def turn() -> Tensor:
             end = view.position + self.future
             at = torch.arange(view.position, end, device=view.pos.device, dtype=torch.float64)
-            scale = view.rotary.query_scale(at, self.future)
-            view.shared[key] = average_rotation(rotary.inverse, at, scale)
-        mean, covariance = view.queries.normal(view.shared[key])  # [H, G, D], [H, G, D, D]
-        return expected_attention(
-            view.key(),
-            view.pos >= max(0, self.sinks),
-            mean,
-            covariance if self.covariance else None,
-            view.value() if self.value_norm else None,
-            self.epsilon,
-            view.ops.block,
-        )
+            return average_rotation(rotary.inverse, at, rotation.query_scale(at, self.future))
+
+        # The same for all layers with the same rotation.
+        turned = view.once((self, id(rotary)), turn, shared=True)
+        mean, covariance = view.queries.normal(turned)  # [H, G, D], [H, G, D, D]
+        key, value = view.key(), view.value() if self.value_norm else None
+        (heads, rows, size), group, most = key.shape, mean.shape[1], view.ops.block
+
+        def of(some: slice) -> Tensor:
+            line = key[some].float()
+            logits = mean[some] @ line.transpose(1, 2) * size**-0.5  # [h, G, N]
+            if self.covariance:
+                line = line[:, None]
+                for part in blocks(group, line.numel(), most):
+                    spread = (line @ covariance[some, part]).mul_(line)
+                    logits[:, part] += spread.sum(-1) / (2 * size)
+            hidden = view.pos[some, None] < self.sinks
+            worth: Tensor = logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1)
+            if value is not None:
+                length = torch.linalg.vector_norm(value[some], dim=-1, dtype=torch.float32)
+                worth = (worth + self.epsilon) * length
+            return worth
+
+        return in_blocks(heads, group * rows * size, most, of)
 
     differs = (
         "the newest 10 tokens stay too; kvpress protects only the first 4 (`recent`)",
         "epsilon=0, as the formula has it; published comparisons with kvpress use 0.01 and "
         "Ada-KV's budgets, which is ada-expected",
     )
-
-
-def expected_attention(
-    key: Tensor,
-    free: Tensor,
-    mean: Tensor,
-    covariance: Tensor | None,
-    value: Tensor | None,
-    epsilon: float,
-    most: int,
-) -> Tensor:
-    """The expected attention of a normally distributed query to each row, mean over G: float32 [H,
-    N].
-
-    key and value [H, N, D]; mean float32 [H, G, D] and covariance float32 [H, G, D, D] of the
-    queries; None: 0. The softmax is over the rows that are free bool [H, N]; others get 0. value:
-    if given, `epsilon` is added and the sum is multiplied by the norm of the row's value. About
-    `most` numbers are computed at once.
-    """
-    (heads, rows, size), group = key.shape, mean.shape[1]
-
-    def of(some: slice) -> Tensor:
-        line = key[some].float()
-        logits = mean[some] @ line.transpose(1, 2) * size**-0.5  # [h, G, N]
-        if covariance is not None:
-            line = line[:, None]
-            for part in blocks(group, line.numel(), most):
-                spread = (line @ covariance[some, part]).mul_(line)
-                logits[:, part] += spread.sum(-1) / (2 * size)
-        worth: Tensor = logits.masked_fill(~free[some, None], -torch.inf).softmax(-1).mean(1)
-        if value is not None:
-            length = torch.linalg.vector_norm(value[some], dim=-1, dtype=torch.float32)
-            worth = (worth + epsilon) * length
-        return worth
-
-    return in_blocks(heads, group * rows * size, most, of)
 
 
 def average_rotation(inverse: Tensor, at: Tensor, scale: float | Tensor | None) -> Tensor:
@@ -126,7 +102,6 @@ EXPECTED = Method(
     parts=(ExpectedAttention,),
     good="continuing a text",
     paper="2510.00636",
-    second="safe",
 )
 
 
@@ -137,6 +112,5 @@ ADA_EXPECTED = Method(
     parts=(ExpectedAttention, adakv.AdaKV),
     good="continuing a text",
     paper="2510.00636",
-    second="safe",
     preset={"epsilon": 0.01, "alloc": "floor", "recent": 0},
 )

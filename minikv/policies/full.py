@@ -9,7 +9,6 @@ FULL = Method(
     "keeps every token; the baseline",
     good="answers of any length",
     paper="baseline",
-    second="safe",
 )
 
 NONE = Method(
@@ -17,5 +16,5 @@ NONE = Method(
     "all tokens of the answer stay until the next prompt (the setting of most papers)",
     good="answers of any length",
     paper="-",
-    second="-",
+    again="-",
 )

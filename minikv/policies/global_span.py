@@ -65,6 +65,5 @@ METHOD = Method(
     parts=(QuerySpan, Span, GlobalBudget),
     good="answers of many words",
     paper="kvpress292",
-    second="needs recall",
     preset={"decay": 0.995, "across": 0.6, "first": 0, "recent": 4},
 )

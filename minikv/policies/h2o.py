@@ -9,29 +9,32 @@ prompt, earlier attention counts only if the step policy has a `sum` column (h2o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import ALL, Evidence, PromptView, Scorer, StepPolicy, StepView
+from minikv.policies.base import (
+    ALL,
+    Columns,
+    Evidence,
+    PromptView,
+    Scorer,
+    StepPolicy,
+    StepView,
+    Visible,
+)
 from minikv.policies.options import Method, option
 
-
-def _recent_share() -> Any:
-    return option(0.5, "share of a head's tokens that are the newest", (0.0, 0.95))
+_recent_share = partial(option, 0.5, "share of a head's tokens that are the newest", (0.0, 0.95))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class H2OScorer(Scorer):
-    """The sum over all queries of the prompt, added to the row's earlier sum.
-
-    The newest rows always stay: the share `recent_share` of each head's budget, or `window` rows if
-    that is not 0. average: divide by the number of queries that could see the row.
-    """
+    """The sum over all queries of the prompt, added to the row's earlier sum. The newest rows
+    always stay."""
 
     name = "h2o"
     summary = "attention of all queries, summed"
@@ -52,8 +55,7 @@ class H2OScorer(Scorer):
         return Evidence(observe=ALL, asks=True, sinks=self.sinks, window=self.window)
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
-        sums = view.mass.mean(1)
+        sums = view.mean
         if self.average:
             return sums / view.able.clamp(min=1.0)
         return sums + view.carried["sum"] if "sum" in view.carried else sums
@@ -88,12 +90,9 @@ class H2O(StepPolicy):
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
         """Start from the sums over the queries that were observed at the end of the prompt."""
-        assert view.mass is not None
-        return {"sum": view.carried["sum"] + view.mass.mean(1)}
+        return {"sum": view.carried["sum"] + view.mean}
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         columns["sum"].add_(attention)
 
     def score(self, view: StepView) -> Tensor:
@@ -123,5 +122,5 @@ METHOD = Method(
     good="long answers",
     paper="2306.14048",
     state="1 sum per token",
-    second="fades",
+    again="fades",
 )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView
-from minikv.policies.bits import ones
 from minikv.policies.options import Method, option
+from minikv.policies.selection import ones
 
 
 def projection(seed: int, layer: int, size: int, bits: int) -> Tensor:
@@ -111,5 +111,4 @@ METHOD = Method(
     paper="2412.16187",
     told="hashed similarity",
     state="1 code per token",
-    second="safe",
 )

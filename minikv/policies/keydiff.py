@@ -20,12 +20,13 @@ from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.selection import in_blocks
 
+_SINK = 1 << 62  # above every order key
 _LEFT = 4.0  # subtracted from the worth (-1 to 1) of rows that a block has dropped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDiff(Scorer):
-    """Distance from the mean direction; block: rows of a block, 0: all rows at once."""
+    """Distance from the mean direction."""
 
     name = "keydiff"
     summary = "key unlike the others"
@@ -91,14 +92,10 @@ def distances(unit: Tensor) -> Tensor:
     return -(unit @ mean[..., None])[..., 0]
 
 
-_SINK = 1 << 62  # above every order key
-
-
 METHOD = Method(
     "keydiff",
     "tokens whose key is unlike the others stay; reads no attention",
     parts=(KeyDiff,),
     good="comparisons",
     paper="2504.15364",
-    second="safe",
 )

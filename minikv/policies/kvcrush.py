@@ -175,6 +175,5 @@ METHOD = Method(
     parts=(snapkv.SnapKV, KVCrush),
     good="a question, short answer",
     paper="2503.00022",
-    second="needs recall",
     preset={"sinks": 4},
 )

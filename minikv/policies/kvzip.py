@@ -39,9 +39,7 @@ _SHORTEST = 16  # fewest tokens of a chunk near the end of the context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVzip(Scorer):
-    """chunk: tokens that are repeated at once. overlap: how many last tokens of the previous chunk
-    the request for a later chunk quotes. said: the share of the budget for the newest rows of
-    questions and answers. plus: KVzip+."""
+    """The largest attention from a repeat of the text, stored in a column."""
 
     name = "kvzip"
     summary = "needed to repeat the text"
@@ -142,7 +140,6 @@ KVZIP = Method(
     good="many questions, one cache",
     paper="2505.23416",
     state="1 score per token",
-    second="safe",
     decode="none",
 )
 
@@ -153,7 +150,6 @@ KVZIP_PLUS = Method(
     good="many questions, one cache",
     paper="2601.07891",
     state="1 score per token",
-    second="safe",
     preset={"plus": True},
     decode="none",
 )

@@ -79,5 +79,4 @@ METHOD = Method(
     good="comparisons",
     paper="2406.11430",
     state="1 norm per token",
-    second="safe",
 )

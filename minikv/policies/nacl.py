@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minikv.policies import options, selection
 from minikv.policies.base import Evidence, PromptView, Scorer
-from minikv.policies.counter_rng import gumbel, row_uniform
+from minikv.policies.counter_rng import gumbel
 from minikv.policies.options import Method, option
 from minikv.policies.parts import Candidates, Selector
 
@@ -42,8 +42,7 @@ class Proxies(Scorer):
         )
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
-        return view.mass.mean(1)
+        return view.mean
 
     differs = (
         "a proxy does not see the tokens after it; in the release it does (`non_causal`)",
@@ -59,8 +58,8 @@ class Proxies(Scorer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw(Selector):
-    """The best rows, and a seeded draw from the others. random: the share of rows that is drawn.
-    Draws are in proportion to the scores, or to their ranks where scores do not add up."""
+    """The best rows, and a seeded draw from the others: in proportion to their scores, or to their
+    ranks where scores do not add up."""
 
     name = "draw"
     summary = "a share of each head's tokens is drawn"
@@ -81,8 +80,7 @@ class Draw(Selector):
         adds_up = rows.scorer.evidence.adds_up
         worth = rows.scores if adds_up else selection.ranked(rows.scores, view.pos, free)
         weight = worth if self.draw == "softmax" else worth.clamp(min=1e-30).log()
-        drawn_from = row_uniform(self.seed, view.layer, view.position, view.pos)
-        luck = weight / self.temperature + gumbel(drawn_from)
+        luck = weight / self.temperature + gumbel(view.uniform(self.seed))
         rest = replace(rows, scores=luck, free=free & ~sure, counted=None)
         return rest.best(drawn, most, also=sure)
 
@@ -101,5 +99,4 @@ METHOD = Method(
     parts=(Proxies, Draw),
     good="comparisons",
     paper="2408.03675",
-    second="needs recall",
 )

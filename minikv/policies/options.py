@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minikv.errors import UsageError
@@ -36,9 +37,8 @@ def option(default: Value, help: str, allowed: tuple[Any, ...] = (), odd: bool =
     choices of a text."""
     choices = allowed if isinstance(default, str) else ()
     low, high = (None, None) if choices or not allowed else allowed
-    return field(
-        default=default, metadata={_OPTION: Option("", default, help, low, high, choices, odd)}
-    )
+    made = Option("", default, help, low, high, choices, odd)
+    return field(default=default, metadata={_OPTION: made})
 
 
 def options_of(cls: type) -> tuple[Option, ...]:
@@ -50,22 +50,26 @@ def options_of(cls: type) -> tuple[Option, ...]:
 # -- options that several policies have -----------------------------------------------------------
 
 
-def window() -> Any:
-    return option(32, "observation window: the last tokens, always kept", (1, 4096))
+window = partial(option, 32, "observation window: the last tokens, always kept", (1, 4096))
+group = partial(
+    option, "mean", "how the query heads of a KV head are joined", ("mean", "sum", "max")
+)
+seed = partial(option, 0, "seed of the random draws", (0, (1 << 31) - 1))
+rounding = partial(
+    option,
+    "exact",
+    "exact: totals are exact to the token; official: the authors' rounding, which drifts by a "
+    "few tokens (per head and per layer)",
+    ("exact", "official"),
+)
 
 
 def kernel(default: int = 7) -> Any:
-    help = "pooling width over neighbouring tokens (odd)"
-    return option(default, help, (1, 63), odd=True)
+    return option(default, "pooling width over neighbouring tokens (odd)", (1, 63), odd=True)
 
 
 def pooling(default: str = "max") -> Any:
     return option(default, "pooling of neighbouring scores", ("max", "avg"))
-
-
-def group() -> Any:
-    help = "how the query heads of a KV head are joined"
-    return option("mean", help, ("mean", "sum", "max"))
 
 
 def sinks(default: int = 4) -> Any:
@@ -74,18 +78,6 @@ def sinks(default: int = 4) -> Any:
 
 def recent(low: int = 0) -> Any:
     return option(10, "newest tokens, always kept", (low, 4096))
-
-
-def seed() -> Any:
-    return option(0, "seed of the random draws", (0, (1 << 31) - 1))
-
-
-def rounding() -> Any:
-    help = (
-        "exact: totals are exact to the token; official: the authors' rounding, which drifts by a "
-        "few tokens (per head and per layer)"
-    )
-    return option("exact", help, ("exact", "official"))
 
 
 # -- what is known of a policy -------------------------------------------------------------------
@@ -111,7 +103,7 @@ class Method:
     paper: str  # arXiv number or "baseline"
     told: str = "-"
     state: str = "-"  # what is stored per row beyond k, v, position
-    second: str  # how a second question is answered
+    again: str = ""  # how a second question is answered, if not as the scorer's evidence says
     preset: Mapping[str, Value] = field(default_factory=dict)
     decode: str = ""
 
@@ -120,6 +112,12 @@ class Method:
         """When it evicts."""
         times = (("prompt", self.parts), ("step", self.rule))
         return " + ".join(time for time, evicts in times if evicts) or "never"
+
+    @property
+    def second(self) -> str:
+        """How a second question is answered."""
+        asks = bool(self.parts) and self.parts[0]().evidence.asks
+        return self.again or ("needs recall" if asks else "safe")
 
     @property
     def scores(self) -> str:

@@ -6,20 +6,23 @@ question.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import selection
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy
+from minikv.policies.options import option
 from minikv.policies.span import Span
-from minikv.policies.turns import Turns
+
+_SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidates:
     """The rows of a layer that compete for the rest of its budget: those that are free bool [H, N],
     with scores float32 [H, N]. counted int64 [H]: how many these are, if known."""
@@ -29,14 +32,11 @@ class Candidates:
     scores: Tensor
     free: Tensor
     counted: Tensor | None = None
-    _found: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @property
+    @cached_property
     def key(self) -> Tensor:
-        """int64 [H, N]: the rows' `order_key`. Computed once."""
-        if "key" not in self._found:
-            self._found["key"] = self.view.ops.order_key(self.scores, self.view.pos, self.free)
-        return self._found["key"]
+        """int64 [H, N]: the rows' `order_key`."""
+        return self.view.ops.order_key(self.scores, self.view.pos, self.free)
 
     def best(self, counts: Tensor, most: int, also: Tensor | None = None) -> Tensor:
         """bool [H, N]: the counts[h] best of each head's rows, or all of them if they are fewer,
@@ -154,10 +154,32 @@ class Reweighter(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The first `edge` and the last `edge` rows of each prompt leave after all others, both after a
+    prompt and while an answer is written. They contain the question and the beginning of a
+    document, which a later question may need although no scorer can know."""
+
+    axis = "prefer"
+    name = "turns"
+    summary = "the ends of every turn"
+    differs: ClassVar[tuple[str, ...]] = ()
+
+    edge: int = option(8, "tokens at either end of a turn", (1, 4096))
+
+    def prefers(self, pos: Tensor, turns: Sequence[tuple[int, int]]) -> Tensor:
+        """bool, of the shape of pos int64: which rows these are. turns: see `PromptView`."""
+        found = torch.zeros_like(pos, dtype=torch.bool)
+        for begin, end in turns:
+            inside = (pos >= begin) & (pos < end)
+            found |= inside & ((pos < begin + self.edge) | (pos >= end - self.edge))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPolicy:
     """A method that evicts at the end of every prompt, made of one part for each question, in a
     field of its `axis`. Raises UsageError for parts that cannot be combined; which names cannot is
-    for `composition`."""
+    for `registry`."""
 
     name: str
     scorer: Scorer
@@ -236,10 +258,11 @@ class PromptPolicy:
         sure, free, (_, own, have) = view.divide(*self.scorer.protected(view), pinned)
         rows = Candidates(view, self.scorer, self.scores(view, free), free, have)
         sure = rows.best((least - own).clamp(min=0), least, also=sure)
-        preferred = None
+        key, young = rows.key, view.pos.clamp(min=0)
         if self.prefer is not None:
             preferred = self.prefer.prefers(view.pos, view.turns) & free
-        return selection.tiered_key(rows.key, view.pos, sure, preferred)
+            key = torch.where(preferred, _PREFERRED | young, key)
+        return torch.where(sure, _SURE | young, key)
 
 
 def policy_columns(prompt: PromptPolicy | None, step: StepPolicy | None) -> dict[str, torch.dtype]:

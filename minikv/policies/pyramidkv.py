@@ -103,5 +103,4 @@ METHOD = Method(
     parts=(snapkv.SnapKV, PyramidKV),
     good="a question, short answer",
     paper="2406.02069",
-    second="needs recall",
 )

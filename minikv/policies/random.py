@@ -12,9 +12,7 @@ from torch import Tensor
 
 from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer, StepPolicy, StepView
-from minikv.policies.counter_rng import row_uniform
 from minikv.policies.options import Method
-from minikv.policies.steps import step_uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,7 @@ class RandomScorer(Scorer):
         return Evidence(sinks=self.sinks, window=self.recent)
 
     def score(self, view: PromptView) -> Tensor:
-        return row_uniform(self.seed, view.layer, view.position, view.pos)
+        return view.uniform(self.seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +45,7 @@ class Random(StepPolicy):
     evict_first: bool = True
 
     def score(self, view: StepView) -> Tensor:
-        return step_uniform(self.seed, view)
+        return view.uniform(self.seed)
 
 
 METHOD = Method(
@@ -57,5 +55,4 @@ METHOD = Method(
     rule=Random,
     good="comparisons",
     paper="baseline",
-    second="safe",
 )

@@ -17,7 +17,6 @@ keys, if these are more), however many rows a head holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import options, steps
-from minikv.policies.base import StepPolicy, StepView
+from minikv.policies import base, options
+from minikv.policies.base import Columns, StepPolicy, StepView, Visible
 from minikv.policies.options import Method, option
 from minikv.policies.selection import order_of, pool
 
@@ -90,9 +89,7 @@ class RKV(StepPolicy):
         best = logits.amax(-2).masked_fill(~live, -torch.inf)
         return best.softmax(-1).masked_fill(~live, 0.0)  # a head without rows has NaN
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         for i in range(self.window - 1, 0, -1):
             columns[f"seen{i}"].copy_(columns[f"seen{i - 1}"])
         columns["seen0"].copy_(attention)
@@ -143,7 +140,7 @@ def redundancy(view: StepView, threshold: float) -> Tensor:
         mean = sums(unit, pos, threshold) / exists.sum(1, keepdim=True).clamp(min=1)
         return mean.masked_fill(~exists, -torch.inf).softmax(1).masked_fill(~exists, 0.0)
 
-    return steps.by_heads(view, view.keys, means, wide=view.pos.shape[1])
+    return view.by_heads(view.keys, means, wide=view.pos.shape[1])
 
 
 def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
@@ -154,7 +151,7 @@ def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
     """
     heads, wide = pos.shape
     total = torch.zeros((heads, wide), device=unit.device)
-    rows = max(1, steps.AT_ONCE // max(1, heads * wide))
+    rows = max(1, base.AT_ONCE // max(1, heads * wide))
     for lo in range(0, wide, rows):
         cosine = unit[:, lo : lo + rows] @ unit.transpose(1, 2)  # [f, rows, N]
         cosine.diagonal(lo, 1, 2).zero_()
@@ -174,5 +171,5 @@ METHOD = Method(
     paper="2505.24133",
     told="attention - redundancy",
     state="a number per query of the window",
-    second="fades",
+    again="fades",
 )

@@ -14,24 +14,20 @@ question chose. With `pool=1` and `lead=1`, the prompt's last queries count like
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView
+from minikv.policies.base import Columns, PromptView, StepPolicy, StepView, Visible
 from minikv.policies.options import Method, option
 from minikv.policies.selection import pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoCo(StepPolicy):
-    """scope: the share of a head's cap for the rows whose attention varies most; these stay.
-    scope_prompt: the same while a prompt is read in blocks. pool: a prompt's row starts with the
-    largest means among this many neighbours by position (odd; 1: its own). lead: attention from a
-    prompt's query counts this many times as much as from an answer's."""
+    """Of the rows whose attention is steady, the one with the lowest mean leaves."""
 
     sinks: int = options.sinks()
     recent: int = options.recent(low=1)
@@ -72,12 +68,11 @@ class RoCo(StepPolicy):
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
         """Add the attention of the prompt's observed queries to the statistics."""
-        assert view.mass is not None
         assert view.squares is not None
         # The last rows, usually those of the question, are not pooled, as in SnapKV.
         before = view.position - min(view.observed, self.observe)
         count = view.able
-        totals = torch.stack((view.mass.mean(1), view.squares))
+        totals = torch.stack((view.mean, view.squares))
         if self.pool > 1:
             free = view.live & (view.pos < before)
             means = totals / count.clamp(min=1.0)
@@ -90,9 +85,7 @@ class RoCo(StepPolicy):
             "count": old["count"] + count,
         }
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         columns[self.total].add_(attention)
         columns["squares"].add_(attention * attention)
         columns["count"].add_(1.0)
@@ -138,5 +131,5 @@ METHOD = Method(
     paper="2402.06262",
     told="mean and std of attention",
     state="2 sums and 1 count per token",
-    second="fades",
+    again="fades",
 )

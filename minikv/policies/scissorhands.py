@@ -8,7 +8,7 @@ not stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,9 @@ from minikv.kernels.attention.plain import visible
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass.plain import Part, Queries
 from minikv.policies import options
-from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.bits import ones
+from minikv.policies.base import Columns, PromptView, StepPolicy, StepView, Visible
 from minikv.policies.options import Method, option
-from minikv.policies.selection import in_blocks
+from minikv.policies.selection import in_blocks, ones
 
 BITS = 64
 """Bits of a word, an int64; the highest is its sign."""
@@ -60,7 +59,7 @@ class ScissorHands(StepPolicy):
     def _words(self) -> int:
         return -(-self.history // BITS)
 
-    def _of(self, columns: Mapping[str, Tensor]) -> list[Tensor]:
+    def _of(self, columns: Columns) -> list[Tensor]:
         """The words, the newest first."""
         return [columns[f"bits{i}"] for i in range(self._words)]
 
@@ -68,17 +67,25 @@ class ScissorHands(StepPolicy):
         assert view.below is not None
         begin, end = view.turns[-1]
         observed = min(self.prompt_history, end - begin)
-        old = view.carried
-        words, count = after_prompt(
-            self._of(old), old["queries"], view.below(), view.pos, end, observed, self.history
-        )
+        # A row gets the bits of the queries from its own on. Shift by as many bits as there were
+        # queries that could see the row, all at once.
+        able = (end - view.pos.clamp(min=end - observed)).clamp(0, observed)
+        bits = view.below()  # before the words are copied: it needs memory of its own
+        words = torch.stack(self._of(view.carried))
+        carry = torch.empty_like(words)
+        carry[0] = bits
+        torch.bitwise_right_shift(words[:-1], BITS - able, out=carry[1:])
+        carry.bitwise_and_((1 << able) - 1)  # a shift to the right repeats the sign
+        words.bitwise_left_shift_(able).bitwise_or_(carry)
+        if spare := len(words) * BITS - self.history:  # clear bits of queries older than `history`
+            words[-1].bitwise_and_((1 << (BITS - spare)) - 1)
+        queries = (view.carried["queries"] + able).clamp(max=float(self.history))
+        del able, bits, carry  # the words are counted without them
         lows = torch.stack([ones(word) for word in words]).sum(0).to(torch.float32)
         columns = {f"bits{i}": word for i, word in enumerate(words)}
-        return columns | {"queries": count, "lows": lows}
+        return columns | {"queries": queries, "lows": lows}
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         low = attention < 1.0 / visible()
         columns["lows"].add_(low)
         columns["queries"].add_(1.0).clamp_(max=float(self.history))
@@ -106,33 +113,6 @@ class ScissorHands(StepPolicy):
         "a fixed budget, as in the paper; the authors' code keeps whatever got more than a "
         "quantile",
     )
-
-
-def after_prompt(
-    words: Sequence[Tensor],
-    queries: Tensor,
-    bits: Tensor,
-    pos: Tensor,
-    end: int,
-    observed: int,
-    history: int,
-) -> tuple[list[Tensor], Tensor]:
-    """New words and queries after a prompt, with its last `observed` queries (at most 32).
-
-    bits int64 [H, N]: the result of `below_uniform`. pos int64 [H, N]; end: the prompt's end. A row
-    gets the bits of the queries from its own on.
-    """
-    able = (end - pos.clamp(min=end - observed)).clamp(0, observed)
-    # Shift by as many bits as there were queries that could see the row, all at once.
-    found = torch.stack([*words])
-    carry = torch.empty_like(found)
-    carry[0] = bits
-    torch.bitwise_right_shift(found[:-1], BITS - able, out=carry[1:])
-    carry.bitwise_and_((1 << able) - 1)  # a shift to the right repeats the sign
-    found.bitwise_left_shift_(able).bitwise_or_(carry)
-    if spare := len(words) * BITS - history:  # clear bits of queries older than `history`
-        found[-1].bitwise_and_((1 << (BITS - spare)) - 1)
-    return [*found], (queries + able).clamp(max=float(history))
 
 
 def below_uniform(queries: Queries, parts: Sequence[Part], ops: Kernels) -> Tensor:
@@ -171,5 +151,5 @@ METHOD = Method(
     paper="2305.17118",
     told="below-uniform count",
     state="a bit per query of the window",
-    second="fades",
+    again="fades",
 )

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
-_SURE, _PREFERRED = 0x7FFFFFFF << 32, 0x7FFFFFFE << 32  # above the key of every score
 
 
 def blocks(heads: int, each: int, most: int) -> Iterator[slice]:
@@ -42,6 +41,25 @@ def order_of(pos: Tensor) -> Tensor:
     return pos.sort(dim=1, stable=True).indices if pos.numel() else torch.empty_like(pos)
 
 
+def in_order(x: Tensor, order: Tensor) -> Tensor:
+    """x [..., H, N] with its first B rows in the `order` int64 [H, B]; the others follow."""
+    early = order.shape[1]
+    if not early:
+        return x
+    first = x[..., :early].gather(-1, order.expand(*x.shape[:-1], early))
+    return torch.cat((first, x[..., early:]), -1)
+
+
+def out_of_order(x: Tensor, order: Tensor) -> Tensor:
+    """The x that `in_order` changed to this one."""
+    early = order.shape[1]
+    if not early:
+        return x
+    first = torch.empty_like(x[..., :early])
+    first.scatter_(-1, order.expand_as(first), x[..., :early])
+    return torch.cat((first, x[..., early:]), -1)
+
+
 def ranked(scores: Tensor, pos: Tensor, free: Tensor) -> Tensor:
     """float32 [H, N] in (0, 1]: the share of the head's free rows that are no better than this row.
 
@@ -64,15 +82,6 @@ def exact(alpha: float) -> Fraction:
     return Fraction(str(alpha)).limit_denominator(_FINEST)
 
 
-def tiered_key(key: Tensor, pos: Tensor, sure: Tensor, preferred: Tensor | None) -> Tensor:
-    """Raise the `order_key` int64 [H, N] of some rows: those that are `sure` to stay above all
-    others, then those that are `preferred` above the rest; both bool [H, N]."""
-    young = pos.clamp(min=0)
-    if preferred is not None:
-        key = torch.where(preferred, _PREFERRED | young, key)
-    return torch.where(sure, _SURE | young, key)
-
-
 def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> Tensor:
     """Pool each head's free rows with their neighbours by position.
 
@@ -85,17 +94,18 @@ def pool(scores: Tensor, order: Tensor, free: Tensor, kernel: int, how: str) -> 
     if kernel == 1:
         return scores.masked_fill(~free, -torch.inf)
     # Neighbours are meant in the text, but decode steps leave the rows in any order.
-    line = scores.masked_fill(~free, -torch.inf if how == "max" else 0.0)
-    early = order.shape[1]
-    order = order.expand(*scores.shape[:-1], early)
-    if early:
-        line = torch.cat((line[..., :early].gather(-1, order), line[..., early:]), -1)
+    line = in_order(scores.masked_fill(~free, -torch.inf if how == "max" else 0.0), order)
     pooled = F.max_pool1d if how == "max" else F.avg_pool1d
-    line = pooled(line, kernel, 1, kernel // 2)
-    if early:
-        first = torch.empty_like(line[..., :early]).scatter_(-1, order, line[..., :early])
-        line = torch.cat((first, line[..., early:]), -1)
+    line = out_of_order(pooled(line, kernel, 1, kernel // 2), order)
     return line.masked_fill(~free, -torch.inf)
+
+
+def ones(word: Tensor) -> Tensor:
+    """int64: how many of the 64 bits of each int64 are set."""
+    x = word - ((word >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((x * 0x0101010101010101) >> 56) & 0xFF
 
 
 def joined(mass: Tensor, how: str) -> Tensor:

@@ -58,5 +58,4 @@ METHOD = Method(
     parts=(SnapKV,),
     good="a question, short answer",
     paper="2404.14469",
-    second="needs recall",
 )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minikv.policies.base import SURE, Evidence, PromptView
 from minikv.policies.options import option
-from minikv.policies.selection import ranked
+from minikv.policies.selection import in_order, out_of_order, ranked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +52,25 @@ class Span:
         `squares`; else they become None."""
         if view.mass is None or view.squares is None:
             return view
-        mean = view.mass.mean(1)
+        mean = view.mean
         both = torch.stack((mean, view.squares)) if squares else mean[None]
         both = torch.maximum(both, self._passed(view, both)).minimum(view.able)
         return replace(view, mass=both[0][:, None], squares=both[1] if squares else None)
 
     def _passed(self, view: PromptView, worth: Tensor) -> Tensor:
         gives = view.live & (view.pos >= self.first) & (worth < SURE)
-        return carry(worth.masked_fill(~gives, 0.0), view.pos, self._falls(view), view.order)
+        falls = view.once((self, "falls"), lambda: self._falls(view), shared=True)
+        return carry(worth.masked_fill(~gives, 0.0), view.pos, falls, view.order)
 
     def _falls(self, view: PromptView) -> Tensor:
         """float64 [position + 1]: see `carry`. The same for every layer."""
-        key = self, "falls"
-        if key not in view.shared:
-            at = torch.arange(view.position + 1, device=view.pos.device, dtype=torch.float64)
-            falls = at * math.log(self.decay)
-            if view.sentences is not None:
-                ended = view.sentences[: view.position].double()
-                falls[:-1].add_(ended, alpha=math.log(self.across))
-            falls[-1] = 0.0  # of padding, whose position is -1
-            view.shared[key] = falls
-        found: Tensor = view.shared[key]
-        return found
+        at = torch.arange(view.position + 1, device=view.pos.device, dtype=torch.float64)
+        falls = at * math.log(self.decay)
+        if view.sentences is not None:
+            ended = view.sentences[: view.position].double()
+            falls[:-1].add_(ended, alpha=math.log(self.across))
+        falls[-1] = 0.0  # of padding, whose position is -1
+        return falls
 
     differs = (
         "predictable tokens get as much as others; the release passes less on to them (its gate)",
@@ -91,20 +88,8 @@ def carry(worth: Tensor, pos: Tensor, falls: Tensor, order: Tensor | None = None
     position; the last one is 0, for pos -1. order int64 [H, B]: the first B rows by position; the
     others follow them as they are. None: all."""
     order = pos.argsort(dim=1, stable=True) if order is None else order
-    early = order.shape[1]
-
-    def in_line(x: Tensor) -> Tensor:
-        if not early:
-            return x
-        moved = x[..., :early].gather(-1, order.expand(*x.shape[:-1], early))
-        return torch.cat((moved, x[..., early:]), -1)
-
-    same = early == 0 and pos.stride(0) == 0  # of all heads
-    fall = falls[pos[:1] if same else in_line(pos)]
-    line = in_line(worth).to(torch.float64).clamp_(min=1e-30).log_().sub_(fall)
+    same = order.shape[1] == 0 and pos.stride(0) == 0  # of all heads
+    fall = falls[pos[:1] if same else in_order(pos, order)]
+    line = in_order(worth, order).to(torch.float64).clamp_(min=1e-30).log_().sub_(fall)
     line = line.cummax(-1).values.add_(fall).exp_().to(torch.float32)
-    if not early:
-        return line
-    first = torch.empty_like(line[..., :early])
-    first.scatter_(-1, order.expand_as(first), line[..., :early])
-    return torch.cat((first, line[..., early:]), -1)
+    return out_of_order(line, order)

@@ -59,5 +59,5 @@ METHOD = Method(
     rule=Streaming,
     good="the newest text",
     paper="2309.17453",
-    second="recent only",
+    again="recent only",
 )

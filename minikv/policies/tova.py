@@ -7,7 +7,7 @@ same rows evict the same one. With `per_head` each KV head uses only its own att
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,12 +33,10 @@ def layer_mean(values: Tensor, pos: Tensor, heads: int, context: int) -> Tensor:
     return mean.view(pos.shape).to(values.dtype)
 
 
-def _protect_newest() -> Any:
-    return option(True, "the newest token stays (the release lets it go)")
-
-
-def _per_head() -> Any:
-    return option(False, "average attention in each KV head, not over all heads of a layer")
+_protect_newest = partial(option, True, "the newest token stays (the release lets it go)")
+_per_head = partial(
+    option, False, "average attention in each KV head, not over all heads of a layer"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +54,7 @@ class TovaScorer(Scorer):
         return Evidence(observe=1, asks=True, window=int(self.protect_newest))
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.mass is not None
-        mean = view.mass.mean(1)
+        mean = view.mean
         return mean if self.per_head else layer_mean(mean, view.pos, len(mean), view.position)
 
     differs = (
@@ -95,5 +92,4 @@ METHOD = Method(
     rule=Tova,
     good="long answers",
     paper="2401.06104",
-    second="needs recall",
 )

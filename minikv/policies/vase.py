@@ -11,17 +11,15 @@ averaged over `kernel` neighbouring rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minikv.policies import options, selection
-from minikv.policies.base import PromptView, StepPolicy, StepView
+from minikv.policies.base import Columns, PromptView, StepPolicy, StepView, Visible
 from minikv.policies.counter_rng import gumbel
 from minikv.policies.options import Method, option
-from minikv.policies.steps import by_heads, step_uniform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +56,16 @@ class VaSE(StepPolicy):
         return {"fading": torch.float32}
 
     def init(self, view: PromptView) -> dict[str, Tensor]:
-        assert view.mass is not None
-        return {"fading": view.mass.mean(1)}
+        return {"fading": view.mean}
 
-    def update(
-        self, columns: Mapping[str, Tensor], attention: Tensor, visible: Callable[[], Tensor]
-    ) -> None:
+    def update(self, columns: Columns, attention: Tensor, visible: Visible) -> None:
         columns["fading"].mul_(1.0 - 1.0 / self.window).add_(attention)
 
     def score(self, view: StepView) -> Tensor:
         past = (view.pos >= 0) & (view.pos < view.position - self.window)
         order = selection.order_of(view.pos)
         worth = selection.pool(view.column("fading"), order, past, self.kernel, "avg")
-        luck = worth.clamp(min=1e-30).log() + gumbel(step_uniform(self.seed, view))
+        luck = worth.clamp(min=1e-30).log() + gumbel(view.uniform(self.seed))
         # Sinks count among the rows that stay because of their values, as in the release.
         wide = ranges(view).masked_fill(~past | (view.pos < self.sinks), -torch.inf)
         count = (view.cap.to(torch.float64) * self.large).to(torch.int64)[:, None] - self.sinks
@@ -99,7 +94,7 @@ def ranges(view: StepView) -> Tensor:
     """float32 [F, N]: the largest minus the smallest number of each row's value. May be anything
     where `view.pos` is -1."""
     assert view.values is not None
-    found = by_heads(view, view.values, lambda _, v: v.amax(-1) - v.amin(-1))
+    found = view.by_heads(view.values, lambda _, v: v.amax(-1) - v.amin(-1))
     return found.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -112,5 +107,5 @@ METHOD = Method(
     paper="2606.03928",
     told="value's range, then a draw",
     state="1 sum per token",
-    second="fades",
+    again="fades",
 )

@@ -28,15 +28,8 @@ def fresh(tokenizer: Codec, tokens: int, seed: int, long: Sequence[str] = ()) ->
         size = len(tokenizer.encode(doc.text))
         if abs(size - tokens) <= 16:
             return doc
-        sentences = nearer(sentences, size, tokens)
+        # A sentence has 12 or 13 tokens; with a small vocabulary many more than with the bundled.
+        each = 13 if size < 20 * sentences else size / sentences
+        more = round((tokens - size) / each) or (1 if size < tokens else -1)
+        sentences = max(1, sentences + more)
         seed += 1 << 40
-
-
-def nearer(sentences: int, size: int, tokens: int) -> int:
-    """How many sentences to try next, after `sentences` sentences had `size` tokens instead of
-    `tokens`.
-
-    With the bundled tokenizer a sentence has 12 or 13 tokens; with a small vocabulary many more.
-    """
-    each = 13 if size < 20 * sentences else size / sentences
-    return max(1, sentences + (round((tokens - size) / each) or (1 if size < tokens else -1)))

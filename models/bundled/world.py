@@ -91,7 +91,7 @@ class Names:
         if self.rng.random() < 0.4:
             text = filler(self.rng)[:-1]
             return text[0].lower() + text[1:]
-        slots = {key: self.rng.choice(WORDS[words]) for key, words in _EVENT.items()}
+        slots = {key: self.rng.choice(WORDS[key]) for key in _EVENT}
         p, q, t = self.person(), self.person(), self.town()
         return self.rng.choice(_SAID["event"]).format(p=p, q=q, t=t, c=self.number(), **slots)
 
@@ -113,22 +113,22 @@ class Names:
 class Attribute:
     """One property of a kind of entity.
 
-    noun: fits "the NOUN of X". told: further statements, and asked: further questions, with {e} for
-    the entity and {v} for the value.
+    noun: fits "the NOUN of X". told: a further statement, and asked: further questions, with {e}
+    for the entity and {v} for the value.
     """
 
     noun: str
     who: str
     draw: Callable[[Names], str]
-    told: tuple[str, ...] = ()
-    asked: tuple[str, ...] = ()
+    told: str
+    asked: tuple[str, ...]
 
 
 def _attribute(noun: str, kind: str, told: str, *asked: str) -> Attribute:
     """The attribute from a line in world.toml."""
     own = getattr(Names, kind, None)
     draw: Callable[[Names], str] = own or (lambda names: names.rng.choice(WORDS[kind]))
-    return Attribute(noun, "Who" if kind == "person" else "What", draw, (told,), asked)
+    return Attribute(noun, "Who" if kind == "person" else "What", draw, told, asked)
 
 
 WORLD: dict[str, tuple[Callable[[Names], str], tuple[Attribute, ...]]] = {
@@ -142,19 +142,8 @@ LONG: dict[str, tuple[tuple[str, Attribute], ...]] = {
     for value, rows in _DATA["long"].items()
 }
 """Facts with values of many tokens: by kind of value, the kinds of entity and their attributes."""
-_EVENT = {
-    "adj": "adj",
-    "thing": "thing",
-    "place": "place",
-    "time": "time",
-    "goods": "goods",
-    "animal": "animals",
-    "food": "foods",
-    "colour": "colours",
-    "month": "months",
-    "instrument": "instruments",
-}
 _SLOTS = ("adj", "thing", "place", "time")
+_EVENT = (*_SLOTS, "goods", "animals", "foods", "colours", "months", "instruments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +182,7 @@ def filler(rng: random.Random, entities: Sequence[str] = ()) -> str:
 def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) -> Fact:
     """The fact that `value` is the `attribute` of `entity`, stated up to `TELLINGS` times."""
     told_as = []
-    for pattern in rng.sample(_SAID["told"] + attribute.told * 4, rng.randint(1, TELLINGS)):
+    for pattern in rng.sample(_SAID["told"] + (attribute.told,) * 4, rng.randint(1, TELLINGS)):
         text = pattern.format(n=attribute.noun, e=entity, v=value)
         if value[0] in "aeiou":
             text = text.replace(f" a {value}", f" an {value}")
@@ -202,8 +191,8 @@ def stated(rng: random.Random, entity: str, attribute: Attribute, value: str) ->
         told_as.append(_sentence(text))
     shapes = [
         a.format(w=attribute.who, lw=attribute.who.lower(), n=attribute.noun, e=entity)
-        for a in _SAID["asked"]
-    ] + [a.format(e=entity) for a in attribute.asked * 3]
+        for a in _SAID["asked"] + attribute.asked * 3
+    ]
     return Fact(tuple(told_as), tuple(shapes), value)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.capture import Capture, Eager
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
@@ -233,7 +233,7 @@ def test_a_head_that_has_nothing_but_sinks_keeps_its_pins_and_its_first_row(
     head: int,
     before: list[int],
     after: list[int],
-    capture: Capture | None,
+    capture: Eager | None,
 ) -> None:
     """H2O has no sinks of its own, StreamingLLM has four: a head may be left with fewer rows."""
     net, given = network(seed=seed), {"alpha": 0.0, "recent_share": 0.0}

@@ -8,6 +8,8 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,13 +57,6 @@ class Faulty:
         return torch.full_like(logits, float("nan"))
 
 
-def _raise(error: BaseException) -> Callable[[], None]:
-    def fault() -> None:
-        raise error
-
-    return fault
-
-
 def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
     """A pair whose `there` runs on a network that can be told to fail, just after a prompt."""
     run = pair(Eager(), "full", step, 24)
@@ -73,16 +68,11 @@ def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
     return run, net
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(0.8),
-        Sampling(1.5, top_k=5),
-        Sampling(1.0, top_p=0.7, min_p=0.02),
-        Sampling(repeat_penalty=1.6),
-        Sampling(0.8, top_k=9, repeat_penalty=1.3),
-    ],
-)
+WARM = [Sampling(0.8), Sampling(1.5, top_k=5), Sampling(1.0, top_p=0.7, min_p=0.02)]
+PENALIZED = [Sampling(repeat_penalty=1.6), Sampling(0.8, top_k=9, repeat_penalty=1.3)]
+
+
+@pytest.mark.parametrize("sampling", [*WARM, *PENALIZED])
 def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_loop, "_DRAWS", 4)  # so that numbers run out on the way
     tape = Tape()
@@ -101,9 +91,7 @@ def test_draws_are_those_of_pick(sampling: Sampling, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fails", ["", "body", "end"])
-def test_a_capture_that_fails_leaves_torch_able_to_go_on(
-    fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_capture_that_fails_leaves_torch_able_to_go_on(fails: str, monkeypatch: Any) -> None:
     """Without a device: what torch is asked for, in which order; the first error is told."""
     asked: list[str] = []
 
@@ -150,9 +138,7 @@ def test_a_capture_that_fails_leaves_torch_able_to_go_on(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_turn_is_recorded_anew_only_where_addresses_are(
-    keeps: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_turn_is_recorded_anew_only_where_addresses_are(keeps: bool, monkeypatch: Any) -> None:
     """A prompt is written to an arena of its own, and until then a chat can go back to the old one.
     On a GPU the first step then moves its rows to the place of the old ones, so that a graph holds
     for the whole chat; elsewhere nobody holds addresses."""
@@ -255,26 +241,19 @@ def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
     ("fault", "error"),
     [
         (None, NumericsError),
-        (_raise(KeyboardInterrupt()), KeyboardInterrupt),
-        (_raise(RuntimeError("no such\nthing")), RuntimeError),
+        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt),
+        (Mock(side_effect=RuntimeError("no such\nthing")), RuntimeError),
     ],
 )
-def test_a_step_that_fails_drops_the_cache(
-    step: str, call: int, fault: Callable[[], None] | None, error: type[BaseException]
-) -> None:
+def test_a_step_that_fails_drops_the_cache(step: str, call: int, fault: Any, error: Any) -> None:
     """Also one that was launched ahead. The tokens before it are those of single steps, and the
     cache serves the next prompt as a new one does."""
     run, net = faulty(step)
     net.calls, net.at = 0, {call: fault}
-    drawn: list[int] = []
-
-    def write() -> None:
-        for _ in range(5):
-            token = drawn[-1] if drawn else run.token
-            drawn.append(run.there.next(token, VOCAB, GREEDY, run.seed))
-
+    drawn = [run.token]
     with pytest.raises(error):
-        write()
+        drawn.extend(run.there.next(drawn[-1], VOCAB, GREEDY, run.seed) for _ in range(5))
+    del drawn[0]
     assert call - 1 <= len(drawn) <= call
     for want in drawn:
         run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
@@ -328,9 +307,7 @@ def test_an_interrupt_at_any_line_counts_tokens_or_drops_the_cache(step: str, pa
     assert dropped
 
 
-def test_an_error_while_random_numbers_are_sent_leaves_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_error_while_random_numbers_are_sent_leaves_none(monkeypatch: Any) -> None:
     """What is drawn after the conversation was read again is what a new one draws."""
     run, other = (pair(Eager(), "full", "h2o", 24, sampling=Sampling(1.0)) for _ in "ab")
     made = torch.tensor
@@ -354,15 +331,10 @@ def test_an_error_while_random_numbers_are_sent_leaves_none(
     assert run.drawn == other.drawn
 
 
-class Unable(Eager):
-    """A device that captures nothing."""
-
-    def record(self, body: Callable[[], None]) -> Callable[[], None]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-
-def test_a_capture_that_fails_leaves_it_to_the_host() -> None:
-    run = pair(Unable(), "adakv", "roco", 44)
+def test_a_capture_that_fails_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    unable, error = Eager(), RuntimeError("operation not permitted when stream is capturing")
+    monkeypatch.setattr(unable, "record", Mock(side_effect=error))
+    run = pair(unable, "adakv", "roco", 44)
     run.prompt(ids(50))
     run.write(2, ahead=False)  # warm
     for _ in range(3):
@@ -389,15 +361,10 @@ def test_on_a_cpu_steps_are_single() -> None:
     assert made.kv.stats().allocated_bytes == before
     assert made.kv.position == 21
     made.next(token, VOCAB, GREEDY, 0)
-    made.network = Failing()  # type: ignore[assignment]
+    made.network = Mock(forward=Mock(side_effect=RuntimeError("no memory")))
     with pytest.raises(RuntimeError, match="no memory"):
         made.next(1, VOCAB, GREEDY, 0)
     assert made.kv.position == 22  # no layer was computed
-
-
-class Failing:
-    def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
-        raise RuntimeError("no memory")
 
 
 # -- on a GPU -------------------------------------------------------------------------------------
@@ -414,14 +381,8 @@ def _on_cuda(net: Llama) -> Llama:
 def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -> KVCache:
     """A cache beside those weights."""
     kv = engine(net, prompt, step, 44).kv
-    return KVCache(
-        kv.shape,
-        kv.rules,
-        device="cuda",
-        output=kv.output,
-        rotary=net.rotation,
-        kernels=kernels,
-    )
+    own = {"output": kv.output, "rotary": net.rotation, "kernels": kernels}
+    return KVCache(kv.shape, kv.rules, device="cuda", **own)  # type: ignore[arg-type]
 
 
 @pytest.mark.gpu

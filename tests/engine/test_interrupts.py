@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
+from tensors import torch_threads
 from terminals import Terminals
 from test_machine import Setting, eviction, facts, stopped_before_writing
 from whole import whole as sound
@@ -29,10 +29,8 @@ from minikv.errors import Interrupted
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """The network is too small for more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 # -- every boundary --------------------------------------------------------------------------------

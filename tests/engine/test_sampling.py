@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,9 +50,7 @@ def test_draws_follow_seed_and_position_alone(ops: Kernels) -> None:
         (Sampling(1.0), {0, 1, 2, 3}),
     ],
 )
-def test_filters_leave_what_they_promise(
-    sampling: Sampling, allowed: set[int], ops: Kernels
-) -> None:
+def test_filters_leave_what_they_promise(sampling: Sampling, allowed: Any, ops: Kernels) -> None:
     logits = torch.tensor([0.6, 0.2, 0.15, 0.05]).log()
     drawn = {pick(logits, 4, sampling, 3, p, ops) for p in range(400)}
     assert drawn == allowed
@@ -69,9 +68,7 @@ def test_non_finite_logits_are_never_sampled(bad: float, ops: Kernels) -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
-def test_the_penalty_is_that_of_transformers_over_the_last_tokens(
-    penalty: float, ops: Kernels
-) -> None:
+def test_the_penalty_is_that_of_transformers_over_the_last_tokens(penalty: float, ops: Any) -> None:
     made = torch.Generator().manual_seed(4)
     plain = 3 * torch.randn(60, generator=made)
     plain[:3] = torch.tensor([0.0, -0.0, 1.0])

@@ -17,6 +17,7 @@ from minikv.kernels import Rows, Segments
 from minikv.kernels.attention import plain as ragged
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.mass import plain as mass
+from minikv.models.llama import Llama
 from minikv.policies.base import Evidence
 
 
@@ -53,20 +54,31 @@ class Recorder(Kernels):
         return call
 
 
-def test_a_prompt_that_is_read_twice() -> None:
-    """Its second reading is part of the warm-up, which leaves the kernels in use and the chat's
-    own cache as it was. Of the rest tests/launches says whether it was warmed up."""
-    net = small.network()
-    kv = small.scheduler(net, "kvzip", "h2o", 512)
-    recorder = Recorder()
+def warmed(net: Llama, *policy: Any) -> list[str]:
+    """The kernels that a warm-up calls. It leaves those in use and the chat's own cache as they
+    were."""
+    kv, recorder = small.scheduler(net, *policy), Recorder()
     kv.use(recorder)
     warm(kv, net)
     assert kv.notice is None
     assert kv.ops is recorder
     assert (kv.position, kv.arena.rows, kv.decode.nbytes) == (0, 0, 0)
-    names = [name for name, _ in recorder.calls]
+    return [name for name, _ in recorder.calls]
+
+
+def test_a_prompt_that_is_read_twice() -> None:
+    """Its second reading is part of the warm-up. Of the rest tests/launches says whether it was
+    warmed up."""
+    names = warmed(small.network(), "kvzip", "h2o", 512)
     assert names.count("last_rows_attention") > 2
     assert {"ragged_attention", "h2o"} <= {*names}
+
+
+def launch_tiles(shape: Shape, ops: Kernels, prompt: object, step: object = None) -> None:
+    """What `_tiles` launches for a cache of this shape under these policies."""
+    rules, cpu = SimpleNamespace(prompt=prompt, step=step), torch.device("cpu")
+    kv = SimpleNamespace(shape=shape, device=cpu, dtype=torch.bfloat16, ops=ops, rules=rules)
+    _tiles(kv)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16])
@@ -79,15 +91,10 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
 
     class Counting(Kernels):
         @staticmethod
-        def ragged_prefill(
-            q: torch.Tensor,
-            rows: Segments,
-            free: torch.Tensor,
-            at: torch.Tensor,
-            window: int | None,
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def ragged_prefill(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            q, rows, _, _, window = given
             seen.add((q.shape[2], rows.width == 1, window))
-            return ragged.ragged_prefill(q, rows, free, at, window)
+            return ragged.ragged_prefill(*given)
 
         @staticmethod
         def each_attention(*given: Any) -> torch.Tensor:
@@ -95,35 +102,18 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
             sums.add((queries.q.shape[2], len(parts[0]), queries.window))
             return mass.each_attention(*given)
 
-    windows = (None, 40, None)
-    shape = Shape(3, 2, 2 * group, 64, windows, 1000)
-    kv = SimpleNamespace(
-        shape=shape,
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        ops=Counting(),
-        rules=SimpleNamespace(
-            prompt=SimpleNamespace(evidence=Evidence(each_query=True)), step=None
-        ),
-    )
-    _tiles(kv)  # type: ignore[arg-type]
+    shape = Shape(3, 2, 2 * group, 64, (None, 40, None), 1000)
+    launch_tiles(shape, Counting(), SimpleNamespace(evidence=Evidence(each_query=True)))
     counts = range(1, 200)
     for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
-        for window in (None, 40):
-            for few in (True, False):
-                made = {
-                    tiles.attention_tile(dtype, size, n * group)
-                    for n, *how in seen
-                    if how == [few, window]
-                }
-                assert made == {tiles.attention_tile(dtype, size, n * group) for n in counts}
-            for listed in (2, 3):
-                made = {
-                    columns._span_tile(dtype, size, n * group)
-                    for n, *how in sums
-                    if how == [listed, window]
-                }
-                assert made == {columns._span_tile(dtype, size, n * group) for n in counts}
+        for window, (tile, called, kinds) in itertools.product(
+            (None, 40),
+            ((tiles.attention_tile, seen, (True, False)), (columns._span_tile, sums, (2, 3))),
+        ):
+            for kind in kinds:
+                rows = [n for n, *how in called if how == [kind, window]]
+                made = {tile(dtype, size, n * group) for n in rows}
+                assert made == {tile(dtype, size, n * group) for n in counts}
 
 
 @pytest.mark.parametrize("observe", [1, 16, 17, 32, 64])
@@ -139,14 +129,8 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
             seen.add((args[2].q.shape[2], len(args[3]), args[2].window))
             mass.add_attention_mass(*args, **more)
 
-    kv = SimpleNamespace(
-        shape=Shape(2, 2, 4, 64, (None, 40), 1000),
-        device=torch.device("cpu"),
-        dtype=torch.bfloat16,
-        ops=Counting(),
-        rules=SimpleNamespace(prompt=None, step=SimpleNamespace(observe=observe, prompt_history=0)),
-    )
-    _tiles(kv)  # type: ignore[arg-type]
+    step = SimpleNamespace(observe=observe, prompt_history=0)
+    launch_tiles(Shape(2, 2, 4, 64, (None, 40), 1000), Counting(), None, step)
     for dtype, listed, window in itertools.product(
         (torch.bfloat16, torch.float32), (2, 3), (None, 40)
     ):
@@ -155,13 +139,8 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
 
 
 def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
-    net = small.network(max_context=100)
-    kv = small.scheduler(net, "snapkv", "none", 64)
-    recorder = Recorder()
-    kv.use(recorder)
-    warm(kv, net)
-    assert kv.notice is None
-    assert "gather_rows" not in {name for name, _ in recorder.calls}  # no prompt ended
+    names = warmed(small.network(max_context=100), "snapkv", "none", 64)
+    assert "gather_rows" not in names  # no prompt ended
 
 
 @pytest.mark.parametrize("broken", ["ragged_attention", "add_attention_mass"])

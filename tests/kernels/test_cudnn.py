@@ -5,6 +5,7 @@ tests/gpu/smoke.py has the libraries themselves."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,18 @@ from torch import Tensor
 from minikv.kernels.attention import cudnn
 from minikv.kernels.attention import plain as attention
 
+Pair = tuple[Tensor, Tensor]
 
-def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> tuple[Tensor, Tensor]:
+
+@pytest.fixture(autouse=True)
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN takes everything, in blocks of 8 and 4."""
+    if "elsewhere" not in request.node.name:
+        monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
+        monkeypatch.setattr(cudnn, "takes", lambda q: True)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> Pair:
     """Attention in float64; causal: query i sees rows up to corner + i."""
     x = q.double() @ k.double()[:, None].transpose(2, 3) / math.sqrt(q.shape[-1])
     if causal:
@@ -25,27 +36,21 @@ def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> tupl
 
 @pytest.mark.parametrize("rows", [4, 5, 8, 9, 12, 23])
 @pytest.mark.parametrize("earlier", [0, 3, 4, 16, 29])
-def test_every_query_sees_its_rows(
-    monkeypatch: pytest.MonkeyPatch, rows: int, earlier: int
-) -> None:
-    """Blocks of 8 and 4. Behind a recall the rows before a chunk may be any number."""
+def test_every_query_sees_its_rows(monkeypatch: Any, rows: int, earlier: int) -> None:
+    """Behind a recall the rows before a chunk may be any number."""
 
-    def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pair:
         return attended(q, k, v, causal, 0)
 
-    def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pair:
         return attended(q, k, v, causal, k.shape[1] - q.shape[2])
 
-    def join(
-        one: tuple[Tensor, Tensor], two: tuple[Tensor, Tensor], kind: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def join(one: Pair, two: Pair, kind: torch.dtype) -> Pair:
         kinds.append(kind)
         out, lse = attention.merge([(part.double(), sums) for part, sums in (one, two)])
         return out.to(kind), lse
 
     kinds: list[torch.dtype] = []
-    monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
-    monkeypatch.setattr(cudnn, "takes", lambda q: True)
     monkeypatch.setattr(cudnn, "planned", block)
     monkeypatch.setattr(cudnn, "cuda_attention", flash)
     made = torch.Generator().manual_seed(rows * 100 + earlier)
@@ -64,13 +69,11 @@ def test_every_shape_has_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that is made while a prompt is read takes 40 ms. Strides belong to it."""
     planned: list[tuple[object, ...]] = []
 
-    def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
+    def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pair:
         strides = (q.stride(), k.contiguous().stride())
         planned.append((tuple(q.shape), tuple(k.shape), strides, causal))
         return q, q[..., 0].float()
 
-    monkeypatch.setattr(cudnn, "BLOCKS", (8, 4))
-    monkeypatch.setattr(cudnn, "takes", lambda q: True)
     monkeypatch.setattr(cudnn, "planned", block)
     monkeypatch.setattr(cudnn, "cuda_attention", lambda q, k, v, causal: (q, q[..., 0]))
     heads, group, size = 2, 3, 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,11 +36,7 @@ def test_nobody_expects_triton_on_a_cpu() -> None:
     ],
 )
 def test_a_reason_is_one_line_and_never_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, object],
-    head_dim: int,
-    dtype: torch.dtype,
-    line: str | None,
+    monkeypatch: pytest.MonkeyPatch, changed: Any, head_dim: int, dtype: Any, line: str | None
 ) -> None:
     def load(name: str) -> object:
         if changed.get("version", "") is None:
@@ -48,17 +45,12 @@ def test_a_reason_is_one_line_and_never_an_error(
             raise OSError("a library is missing")
         return SimpleNamespace(__version__=changed.get("version", "3.6.0"))
 
-    def fake() -> dispatch.Kernels:
-        made = dispatch.Kernels()
-        made.name = "triton"
-        return made
-
-    monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda device: changed.get("capability", (9, 0))
-    )
+    fake, capability = dispatch.Kernels(), changed.get("capability", (9, 0))
+    fake.name = "triton"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
     monkeypatch.setattr(dispatch, "import_module", load)
-    monkeypatch.setattr(dispatch, "on_gpu", fake)
+    monkeypatch.setattr(dispatch, "on_gpu", lambda: fake)
     for name in ("auto", "triton"):
         chosen, notice = dispatch.choose(torch.device("cuda"), name, head_dim, dtype)
         assert (chosen.name == "triton") == (line is None)

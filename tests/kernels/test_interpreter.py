@@ -6,22 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from triton_device import INTERPRETED, interpret
+from triton_device import DAY_AND_NIGHT, INTERPRETED, INTERPRETER, apart
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
 
-@pytest.mark.parametrize(
-    "soak", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["day", "night"]
-)
-def test_in_the_interpreter(soak: bool) -> None:
-    if INTERPRETED:
-        pytest.skip("this is the interpreter")
-    files = sorted(
-        [
-            *Path(__file__).parent.glob("*/test_*gpu.py"),
-            *Path(__file__).parent.glob("*/test_forms.py"),
-            *Path(__file__).parent.glob("test_prompt.py"),
-        ]
-    )
-    interpret(files, soak=soak)
+@pytest.mark.skipif(INTERPRETED, reason="this is the interpreter")
+@pytest.mark.parametrize("mark", DAY_AND_NIGHT)
+def test_in_the_interpreter(mark: str) -> None:
+    here = Path(__file__).parent
+    names = ("*/test_*gpu.py", "*/test_forms.py", "test_prompt.py")
+    apart(*sorted(file for name in names for file in here.glob(name)), mark=mark, **INTERPRETER)

@@ -53,25 +53,14 @@ class StandIn(Tensor):
 
     @staticmethod
     def __new__(cls, near: Tensor) -> StandIn:
-        made: StandIn = Tensor._make_wrapper_subclass(
-            cls,
-            near.shape,
-            strides=near.stride(),
-            storage_offset=near.storage_offset(),
-            dtype=near.dtype,
-            device=GPU,
-        )
+        place = {"strides": near.stride(), "storage_offset": near.storage_offset()}
+        kind = {"dtype": near.dtype, "device": GPU}
+        made: StandIn = Tensor._make_wrapper_subclass(cls, near.shape, **place, **kind)
         made.near = near
         return made
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
     def data_ptr(self) -> int:
@@ -101,8 +90,7 @@ class StandIn(Tensor):
     def __int__(self) -> int:
         return int(self.item())
 
-    def __index__(self) -> int:
-        return int(self.item())
+    __index__ = __int__
 
     def __float__(self) -> float:
         return float(self.item())
@@ -136,13 +124,7 @@ class Counts(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # it would go around every operator
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_composed(func) and _on_the_gpu(args, kwargs or {}):
             with self:  # in inference mode it arrives here whole
                 return func.decompose(*args, **(kwargs or {}))
@@ -257,9 +239,7 @@ def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> None:
 # -- what a CPU computes in another way -------------------------------------------------------
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None
-) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> list[Tensor]:
     """q [B, T, Hq, D]; k and v [B, N, H, D]; query i is at row N - T + i. As on CUDA, the output
     lies in the order of rows."""
     group = q.shape[2] // k.shape[2]
@@ -273,21 +253,16 @@ def _attention(
     if window is not None:
         x = x.masked_fill(back >= window, -math.inf)
     out = (x.softmax(-1) @ v).to(q.dtype)
-    return out.transpose(1, 2).contiguous(), x.logsumexp(-1)
+    return [out.transpose(1, 2).contiguous(), x.logsumexp(-1)]
 
 
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *more: Any,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> Any:
+def _flash(q: Tensor, k: Tensor, v: Tensor, *more: Any, **window_size: int | None) -> Any:
     _, _, q_most, k_most, dropout, causal, debug = more
     assert (q_most, k_most, dropout, debug) == (q.shape[1], k.shape[1], 0.0, False)
-    assert window_size_right == (None if window_size_left is None else 0)
-    window = None if window_size_left is None else window_size_left + 1
+    assert {*window_size} <= {"window_size_left", "window_size_right"}
+    left = window_size.get("window_size_left")
+    assert window_size.get("window_size_right") == (None if left is None else 0)
+    window = None if left is None else left + 1
     return *_attention(q, k, v, causal, window), None, None, None
 
 
@@ -346,24 +321,11 @@ class _Runtime:
     """CUDA's runtime, which pins every memory."""
 
     cudaError = SimpleNamespace(success=0)
-
-    def cudaHostRegister(self, *_: int) -> int:
-        return 0
-
-    cudaHostUnregister = cudaHostRegister
+    cudaHostRegister = cudaHostUnregister = lambda *_: 0
 
 
 class _Event:
     """A GPU's clock, which stands still."""
 
-    def __init__(self, **_: bool) -> None:
-        pass
-
-    def record(self, stream: object = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
+    __init__ = record = synchronize = lambda *_, **__: None
+    elapsed_time = lambda *_: 0.0  # noqa: E731

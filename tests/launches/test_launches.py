@@ -3,18 +3,14 @@ Triton's own JIT and launcher on the way."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from triton_device import DAY_AND_NIGHT, apart
 
 pytest.importorskip("triton", reason="no Triton on this system")
-
-ENV = os.environ | {"PYTHONWARNINGS": "ignore", "TRITON_INTERPRET": "0"}
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and its driver"),
@@ -22,12 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mark", ["not soak", pytest.param("soak", marks=pytest.mark.soak)], ids=["day", "night"]
-)
+@pytest.mark.parametrize("mark", DAY_AND_NIGHT)
 def test_what_is_launched(mark: str) -> None:
     """In one process for all of `checks`: it takes seconds to begin."""
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-m", mark]
-    command = [sys.executable, "-m", "pytest", *options, Path(__file__).with_name("checks.py")]
-    ran = subprocess.run(command, env=ENV, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-6000:]
+    apart(Path(__file__).with_name("checks.py"), mark=mark, TRITON_INTERPRET="0")

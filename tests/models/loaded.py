@@ -18,6 +18,7 @@ from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
 from minikv.models.errors import ModelError
 from minikv.models.llama import Llama
+from minikv.models.templates import Message
 from minikv.models.tokenizer import Tokenizer
 from minikv.models.weights import load_network
 
@@ -54,6 +55,15 @@ def refused(
 
 def network_of(folder: Path, dtype: torch.dtype | None = None) -> Llama:
     return load_network(Checkpoint.open(folder), ModelConfig.from_folder(folder), dtype=dtype)
+
+
+def turns(*texts: str | Message, system: str | None = None) -> list[Message]:
+    """Questions and answers, perhaps after a system prompt."""
+    said = [] if system is None else [Message("system", system)]
+    for n, text in enumerate(texts):
+        role = "assistant" if n % 2 else "user"
+        said.append(Message(role, text) if isinstance(text, str) else text)
+    return said
 
 
 @cache

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from minikv import models
 from minikv.models.errors import ModelError
 
 SHARD = "model-00001-of-00001.safetensors"
-
 Make = Callable[[Path], object]
 
 
@@ -77,38 +76,31 @@ def _tokenizer(name: str, content: bytes) -> Make:
 
 
 def _too_much(changes: dict[str, Any]) -> Make:
-    return lambda folder: v.write_folder(folder, {**v.byte_level_json(v.LLAMA_3, 1000), **changes})
+    return lambda folder: v.write_folder(folder, test_tokenizer.in_bytes(**changes))
 
 
-CASES: list[tuple[str, int, Make]] = [
-    *((f"header: {name}", 6, _header(*given)) for name, *given, _ in test_weights.HEADERS),
-    *((f"index: {text:.40}", code, _sharded(text)) for text, code in test_weights.INDEXES),
-    *((f"config: {name}", code, _config(raw)) for name, raw, code, _ in test_config.BAD),
-    *(
-        (f"tensors {i}: {word}", code, _weights(change))
-        for i, (change, code, word) in enumerate(test_weights.ACCOUNTS)
-    ),
-    *(
-        (f"format: {word} {files}", code, _other(files))
-        for files, code, word in test_weights.FORMATS
-    ),
-    *(
-        (f"tokenizer {i}: {name}", 6, _tokenizer(name, content))
-        for i, (name, content) in enumerate(test_tokenizer.DAMAGED)
-    ),
-    *(
-        (f"tekken.json: {said}", 6, _tokenizer("tekken.json", contents[0]))
-        for said, contents in test_tokenizer.BAD_TEKKENS.items()
-    ),
-    *(
-        (f"tokenizer: {name}", 6, _too_much(changes))
-        for name, (changes, _) in test_tokenizer.TOO_MUCH.items()
-    ),
-    *(
-        (f"template: {name}", 6, _text("chat_template.jinja", source))
-        for name, source in test_templates.HOSTILE.items()
-    ),
-]
+def _all() -> Iterator[tuple[str, int, Make]]:
+    for name, *given, _ in test_weights.HEADERS:
+        yield f"header: {name}", 6, _header(*given)
+    for text, code in test_weights.INDEXES:
+        yield f"index: {text:.40}", code, _sharded(text)
+    for name, raw, code, _ in test_config.BAD:
+        yield f"config: {name}", code, _config(raw)
+    for i, (change, code, word) in enumerate(test_weights.ACCOUNTS):
+        yield f"tensors {i}: {word}", code, _weights(change)
+    for files, word in test_weights.FORMATS:
+        yield f"format: {word} {files}", 3, _other(files)
+    for i, (name, content) in enumerate(test_tokenizer.DAMAGED):
+        yield f"tokenizer {i}: {name}", 6, _tokenizer(name, content)
+    for said, contents in test_tokenizer.BAD_TEKKENS.items():
+        yield f"tekken.json: {said}", 6, _tokenizer("tekken.json", contents[0])
+    for name, (changes, _) in test_tokenizer.TOO_MUCH.items():
+        yield f"tokenizer: {name}", 6, _too_much(changes)
+    for name, source in test_templates.HOSTILE.items():
+        yield f"template: {name}", 6, _text("chat_template.jinja", source)
+
+
+CASES = [*_all()]
 
 
 def test_there_are_many_and_each_has_its_name() -> None:

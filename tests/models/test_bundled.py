@@ -17,6 +17,7 @@ from statistics import mean
 from typing import Any
 
 import pytest
+from pairwise import some_by_day
 
 import minikv
 from minikv.chat.session import ChatSession
@@ -63,9 +64,8 @@ def exact(
 
 def test_size_of_the_files() -> None:
     files = [path for path in BUNDLED.iterdir() if path.suffix != ".py" and path.is_file()]
-    assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= {
-        path.name for path in files
-    }
+    needed = {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
+    assert needed <= {path.name for path in files}
     assert sum(path.stat().st_size for path in files) < 12_000_000
 
 
@@ -79,15 +79,12 @@ def test_sample_document(full: ChatSession) -> None:
         assert 1 <= len(full.tokenizer.encode(item["answer"])) <= 5
 
 
+SHORT = [(2000, 3, 1.0), (4000, 1, 1.0)]
+LONG = [(2000, 12, 0.97), (4000, 8, 0.97), (7900, 4, 0.93)]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "chats", "least"),
-    [
-        (2000, 3, 1.0),
-        (4000, 1, 1.0),
-        pytest.param(2000, 12, 0.97, marks=pytest.mark.soak),
-        pytest.param(4000, 8, 0.97, marks=pytest.mark.soak),
-        pytest.param(7900, 4, 0.93, marks=pytest.mark.soak),
-    ],
+    ("tokens", "chats", "least"), some_by_day([*SHORT, *LONG], SHORT.__contains__)
 )
 def test_four_questions_about_a_fresh_document(
     full: ChatSession, tokens: int, chats: int, least: float
@@ -96,13 +93,11 @@ def test_four_questions_about_a_fresh_document(
     assert mean(right) >= least, right
 
 
+SIXTEENTHS = [(1000, 64, 6), (2000, 128, 6), (4000, 256, 24)]
+
+
 @pytest.mark.parametrize(
-    ("tokens", "budget", "count"),
-    [
-        (1000, 64, 6),
-        pytest.param(2000, 128, 6, marks=pytest.mark.soak),
-        pytest.param(4000, 256, 24, marks=pytest.mark.soak),
-    ],
+    ("tokens", "budget", "count"), some_by_day(SIXTEENTHS, SIXTEENTHS[:1].__contains__)
 )
 def test_a_budget_of_a_sixteenth_keeps_the_answers(
     full: ChatSession, tokens: int, budget: int, count: int
@@ -124,9 +119,7 @@ def test_a_budget_of_a_sixteenth_keeps_the_answers(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start", [(), ("--start", str(BUNDLED))])
-def test_the_training_makes_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: tuple[str, ...]
-) -> None:
+def test_the_training_makes_a_model(tmp_path: Path, monkeypatch: Any, start: Any) -> None:
     """One step in this process, of a new model or the bundled one, and its exam. The vocabulary is
     learned from documents of a tenth the length, which takes a tenth of the time."""
     document, questions = world.document, world.questions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import Spec, write
@@ -16,29 +17,24 @@ from minikv.models import files
 from minikv.models.checkpoint import read_header
 from minikv.models.files import INDEX, read_json, wanted_files
 
+MODEL, TEKKEN, WORDS = "model.safetensors", "tekken.json", "tokenizer.json"
+ORIGINAL, PIECES, PART = "consolidated.safetensors", "tokenizer.model.v3", "part-a.safetensors"
 
-def test_which_weights_are_wanted() -> None:
-    config = "config.json"
-    assert wanted_files([config, "model.safetensors", "consolidated.safetensors"]) == [
-        config,
-        "model.safetensors",
-    ]
-    assert wanted_files(["params.json", "consolidated.safetensors", "x.bin"]) == [
-        "consolidated.safetensors",
-        "params.json",
-    ]
-    index = "model.safetensors.index.json"
-    assert wanted_files([config, index, "part-a.safetensors", "consolidated.00.safetensors"]) == [
-        config,
-        index,
-        "part-a.safetensors",
-    ]
-    versioned = "tokenizer.model.v3"
-    assert versioned in wanted_files([config, "model.safetensors", versioned])
-    assert versioned not in wanted_files([config, "model.safetensors", versioned, "tokenizer.json"])
-    tekken = [config, "model.safetensors", "tekken.json"]
-    assert wanted_files(tekken) == tekken
-    assert wanted_files([*tekken, "tokenizer.json"]) == [*tekken[:2], "tokenizer.json"]
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        (["config.json", MODEL, ORIGINAL], ["config.json", MODEL]),
+        (["params.json", ORIGINAL, "x.bin"], [ORIGINAL, "params.json"]),
+        (["config.json", INDEX, PART, "consolidated.00.safetensors"], ["config.json", INDEX, PART]),
+        (["config.json", MODEL, PIECES], ["config.json", MODEL, PIECES]),
+        (["config.json", MODEL, PIECES, WORDS], ["config.json", MODEL, WORDS]),
+        (["config.json", MODEL, TEKKEN], ["config.json", MODEL, TEKKEN]),
+        (["config.json", MODEL, TEKKEN, WORDS], ["config.json", MODEL, WORDS]),
+    ],
+)
+def test_which_weights_are_wanted(names: list[str], wanted: list[str]) -> None:
+    assert wanted_files(names) == wanted
 
 
 def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
@@ -52,27 +48,23 @@ def test_json_is_read_from_regular_files_only(tmp_path: Path) -> None:
     refused(lambda: files.read_json(tmp_path / "long.json"), code=6)
 
 
+DAILY = [
+    (WORDS, b'{"a": [', b"{},", b"0]}"),
+    (INDEX, b'{"a": [', b"[],", b"0]}"),
+    ("tokenizer_config.json", b'{"a": [', b"[],", b"0]}"),
+]
+NIGHTLY = [
+    (WORDS, b'{"a": [', b"0,", b"0]}"),
+    (WORDS, b'{"a": {', b'"":0,' + b" " * 50, b'"":0}}'),  # only pairs are many
+    (WORDS, b'{"a": "', b":", b'"}'),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "start", "many", "end"),
-    some_by_day(
-        [
-            ("tokenizer.json", b'{"a": [', b"{},", b"0]}"),
-            ("tokenizer.json", b'{"a": [', b"0,", b"0]}"),
-            ("tokenizer.json", b'{"a": {', b'"":0,' + b" " * 50, b'"":0}}'),  # only pairs are many
-            ("tokenizer.json", b'{"a": "', b":", b'"}'),
-            (files.INDEX, b'{"a": [', b"[],", b"0]}"),
-            ("tokenizer_config.json", b'{"a": [', b"[],", b"0]}"),
-        ],
-        lambda case: case[0] != "tokenizer.json" or case[2] == b"{},",
-    ),
+    ("name", "start", "many", "end"), some_by_day([*DAILY, *NIGHTLY], DAILY.__contains__)
 )
 def test_json_that_would_fill_the_memory_is_not_parsed(
-    tmp_path: Path,
-    name: str,
-    start: bytes,
-    many: bytes,
-    end: bytes,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, name: str, start: bytes, many: bytes, end: bytes, monkeypatch: Any
 ) -> None:
     """A file just small enough to be read, of nothing but lists, or of pairs: forty bytes of memory
     and more for each of its own."""

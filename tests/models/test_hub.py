@@ -8,9 +8,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub.constants
 import lying_hub
@@ -55,11 +57,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
 
-    def forbidden(*args: object, **kwargs: object) -> None:
-        pytest.fail("touched the network")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", forbidden)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", forbidden)
+    for name in ("HfApi", "snapshot_download"):
+        forbidden = Mock(side_effect=lambda *_, **__: pytest.fail("touched the network"))
+        monkeypatch.setattr(huggingface_hub, name, forbidden)
     return folder
 
 
@@ -99,10 +99,24 @@ class FakeHub:
         return str(put_in_cache(self.cache, chosen, ref=revision or "main"))
 
 
-def test_a_directory_is_used_as_it_is(tmp_path: Path, cache: Path) -> None:
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, bytes]], FakeHub]:
+    """Serves files."""
+    return partial(FakeHub, monkeypatch, cache)
+
+
+def without(files: dict[str, bytes], lost: str) -> dict[str, bytes]:
+    return {name: data for name, data in files.items() if name != lost}
+
+
+def test_a_directory_is_used_as_it_is_and_a_file_is_not_a_model(
+    tmp_path: Path, cache: Path
+) -> None:
     source = resolve(str(tmp_path))
     assert (source.folder, source.revision) == (tmp_path, None)
     assert resolve(tmp_path).folder == tmp_path
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    refused(lambda: resolve(str(tmp_path / "model.safetensors")), "is a file, not a model", code=3)
 
 
 NAMES = ("/no/such/model", "./model", "../model", "~/no-such-model", "model", "a/b/c", "", "-x/y")
@@ -124,20 +138,13 @@ def test_what_is_no_directory_and_no_hub_id_never_reaches_the_network(
     refused(lambda: resolve(name, revision=revision), said, code=3)
 
 
-def test_a_file_is_not_a_model(tmp_path: Path, cache: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    refused(lambda: resolve(str(tmp_path / "model.safetensors")), "is a file, not a model", code=3)
-
-
-def test_a_gguf_file_is_found_by_its_path_and_by_its_form(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_is_found_by_its_path_and_by_its_form(tmp_path: Path, hub: Any) -> None:
     file = tmp_path / "Model.GGUF"
     file.write_bytes(b"GGUF")
     for name in (str(file), file, str(tmp_path), tmp_path):
         assert resolve(name).folder == file
     names = ["README.md", "A-Q4_K_M.gguf", "A-Q4_K_S.gguf", "A.q8_0.gguf", "mmproj-A-f16.gguf"]
-    fake = FakeHub(monkeypatch, cache, {name: name.encode() for name in names})
+    fake = hub({name: name.encode() for name in names})
     error = refused(lambda: resolve(REPO), "4 GGUF files")
     assert "owner/name:" in error.hint
     error = refused(lambda: resolve(f"{REPO}:Q4"))
@@ -165,13 +172,11 @@ def test_a_cached_model_needs_no_network(cache: Path, files: dict[str, bytes]) -
     load_network(Checkpoint.open(source.folder), ModelConfig.from_folder(source.folder))
 
 
-def test_offline_says_what_is_missing(
-    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_says_what_is_missing(cache: Path, files: Any, monkeypatch: Any) -> None:
     error = refused(lambda: resolve(REPO, offline=True), "not in the local cache", code=3)
     assert "`offline=True`" in error.hint
     shard = next(name for name in files if name.startswith("model-"))
-    put_in_cache(cache, {name: data for name, data in files.items() if name != shard})
+    put_in_cache(cache, without(files, shard))
     assert shard in str(refused(lambda: resolve(REPO, offline=True)))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refused(lambda: resolve(REPO), "offline")
@@ -180,29 +185,22 @@ def test_offline_says_what_is_missing(
 
 @pytest.mark.parametrize("lost", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
 def test_a_partly_cached_model_is_completed_from_the_network(
-    lost: str, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    lost: str, cache: Path, files: dict[str, bytes], hub: Any
 ) -> None:
-    put_in_cache(cache, {name: data for name, data in files.items() if name != lost})
-    fake = FakeHub(monkeypatch, cache, files)
+    put_in_cache(cache, without(files, lost))
+    fake = hub(files)
     assert resolve(REPO).revision == COMMIT
     assert lost in fake.asked
 
 
-def test_only_the_needed_files_are_fetched(
-    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noise = {
-        "README.md": b"",
-        "consolidated.safetensors": b"",
-        "params.json": b"{}",
-        "pytorch_model.bin": b"",
-        "original/consolidated.00.pth": b"",
-        "modeling_x.py": b"",
-        "model.safetensors": b"",
-        "adapter_model.safetensors": b"",
-        "onnx/model.onnx": b"",
-    }
-    fake = FakeHub(monkeypatch, cache, files | noise)
+NOISE = """
+    README.md consolidated.safetensors pytorch_model.bin original/consolidated.00.pth modeling_x.py
+    model.safetensors adapter_model.safetensors onnx/model.onnx
+"""
+
+
+def test_only_the_needed_files_are_fetched(files: Any, hub: Any, monkeypatch: Any) -> None:
+    fake = hub(files | dict.fromkeys(NOISE.split(), b"") | {"params.json": b"{}"})
     source = resolve(REPO, revision="v2")
     assert set(fake.asked) == {*files, "params.json"}
     assert fake.revisions == ["v2"]
@@ -221,9 +219,9 @@ def test_only_the_needed_files_are_fetched(
     ],
 )
 def test_repositories_without_usable_weights_are_refused_before_the_download(
-    names: list[str], word: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+    names: list[str], word: str, hub: Any
 ) -> None:
-    fake = FakeHub(monkeypatch, cache, dict.fromkeys(names, b""))
+    fake = hub(dict.fromkeys(names, b""))
     refused(lambda: resolve(REPO), word, code=3)
     assert fake.asked == []
 
@@ -255,18 +253,9 @@ FAILURES: list[tuple[str, Callable[[], Exception], str]] = [
 @pytest.mark.parametrize("during", ["info", "download"])
 @pytest.mark.parametrize(("make", "word"), [f[1:] for f in FAILURES], ids=[f[0] for f in FAILURES])
 def test_every_failure_of_the_hub_in_plain_words(
-    make: Callable[[], Exception],
-    word: str,
-    during: str,
-    cache: Path,
-    files: dict[str, bytes],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Any, word: str, during: str, files: dict[str, bytes], hub: Any, monkeypatch: Any
 ) -> None:
-    fake = FakeHub(monkeypatch, cache, files)
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise make()
-
+    fake, fail = hub(files), Mock(side_effect=make())
     if during == "info":
         monkeypatch.setattr(fake, "model_info", fail)
     else:
@@ -276,19 +265,13 @@ def test_every_failure_of_the_hub_in_plain_words(
 
 
 def test_an_interrupt_passes_through(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", interrupt)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         resolve(REPO)
 
 
-def test_a_download_that_lacks_a_file(
-    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    del files["tokenizer.json"]
-    FakeHub(monkeypatch, cache, files)
+def test_a_download_that_lacks_a_file(files: dict[str, bytes], hub: Any) -> None:
+    hub(without(files, "tokenizer.json"))
     refused(lambda: resolve(REPO), "tokenizer.json")
 
 
@@ -306,29 +289,26 @@ print(source.revision)
 """
 
 
-def test_offline_is_set_before_the_library_is_imported(
-    tmp_path: Path, files: dict[str, bytes]
-) -> None:
-    put_in_cache(tmp_path / "cache", files)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+def python(code: str, *given: str, **environment: str) -> str:
+    """What a program prints in a process without other settings of the library."""
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    run = [sys.executable, "-c", code, *given]
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, REPO],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment | {"HF_HUB_CACHE": str(tmp_path / "cache")},
+        run, capture_output=True, text=True, check=False, timeout=300, env=clean | environment
     )
-    assert done.stderr == ""
-    assert done.stdout.strip() == COMMIT
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "" or code is not OFFLINE
+    return done.stdout
+
+
+def test_offline_is_set_before_the_library_is_imported(tmp_path: Path, files: Any) -> None:
+    put_in_cache(tmp_path, files)
+    assert python(OFFLINE, REPO, HF_HUB_CACHE=str(tmp_path)).strip() == COMMIT
 
 
 GOOD = "ab" * 20
-PLAIN = {
-    "config.json": b"{}",
-    "tokenizer.json": b"{}",
-    "chat_template.jinja": b"x",
-    "model.safetensors": b"weights",
-}
+PLAIN = {"config.json": b"{}", "tokenizer.json": b"{}", "chat_template.jinja": b"x"}
+PLAIN |= {"model.safetensors": b"weights"}
 UP = "../" * 6
 LIES: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -391,20 +371,11 @@ def lied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set[
         )
         for n, lie in enumerate(LIES.values())
     }
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     with lying_hub.serving(repos) as address:
-        done = subprocess.run(
-            [sys.executable, "-c", ASK, json.dumps([*repos])],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-            env=clean
-            | {"HF_ENDPOINT": address, "HF_HOME": str(place / "a/b/home"), "NO_PROXY": "*"},
-        )
-    assert done.returncode == 0, done.stderr
+        home = {"HF_ENDPOINT": address, "HF_HOME": str(place / "a/b/home"), "NO_PROXY": "*"}
+        out = python(ASK, json.dumps([*repos]), **home)
     told: dict[str, set[str]] = {name: set() for name in LIES}
-    for line in done.stdout.splitlines():
+    for line in out.splitlines():
         repo, _, rest = line.partition("|")
         told[[*LIES][[*repos].index(repo)]].add(rest)
     return place, told
@@ -424,20 +395,13 @@ def test_a_hub_that_lies_is_caught(name: str, lied: tuple[Path, dict[str, set[st
         assert all("is not hexadecimal" in line for line in told - {"done"})
 
 
-def test_a_hub_that_lies_writes_nothing_outside_of_the_cache(
-    lied: tuple[Path, dict[str, set[str]]],
-) -> None:
+def test_a_hub_that_lies_writes_nothing_outside_of_the_cache(lied: Any) -> None:
     place = lied[0]
     cache = place / "a/b/home/hub"
     own = (cache, cache.parent / "xet")  # the library writes a log
     found = [path for path in place.rglob("*") if not any(map(path.is_relative_to, own))]
-    assert {str(path.relative_to(place)) for path in found} == {
-        "a",
-        "a/b",
-        "a/b/home",
-        "outside",
-        "outside/secret",
-    }
+    kept = {"a", "a/b", "a/b/home", "outside", "outside/secret"}
+    assert {str(path.relative_to(place)) for path in found} == kept
     assert (place / "outside/secret").read_text() == "mine"
     for path in cache.rglob("*"):
         assert path.resolve().is_relative_to(cache), path
@@ -455,37 +419,33 @@ def test_a_snapshot_of_another_name_is_not_used(cache: Path, files: dict[str, by
 
 
 def test_a_library_that_cannot_be_checked_fetches_nothing(
-    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    files: dict[str, bytes], hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeHub(monkeypatch, cache, files)
+    fake = hub(files)
     monkeypatch.delattr(file_download, "_get_metadata_or_catch_error")
     refused(lambda: resolve(REPO), "this version of huggingface-hub")
     assert fake.asked == []
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [
-        "chat_template.jinja",
-        "generation_config.json",
-        "tokenizer_config.json",
-        "model-00001-of-00002.safetensors",
-    ],
-)
+LOST = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize("lost", [*LOST, "model-00001-of-00002.safetensors"])
 def test_a_link_to_a_file_that_never_came_means_an_unfinished_download(
-    lost: str, cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    lost: str, cache: Path, files: dict[str, bytes], hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = put_in_cache(cache, files)
+    never = snapshot.parent.parent / "blobs/never"
     (snapshot / "README.md").symlink_to("../../blobs/readme")  # which is not needed
     assert resolve(REPO, offline=True).folder == snapshot
     (snapshot / lost).unlink(missing_ok=True)
-    (snapshot / lost).symlink_to(snapshot.parent.parent / "blobs/never")
+    (snapshot / lost).symlink_to(never)
     refused(lambda: resolve(REPO, offline=True), f"only partly in the local cache ({lost} missing)")
     refused(lambda: resolve(snapshot), f"{lost} in ", code=3)
-    FakeHub(monkeypatch, cache, files)
+    hub(files)
 
     def fetched(*_: object, **__: object) -> str:
-        (snapshot.parent.parent / "blobs/never").write_bytes(b"x")
+        never.write_bytes(b"x")
         return str(snapshot)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,11 +23,9 @@ def test_what_is_left_counts_as_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (used + (64 << 20), -1))
     found = limits.address_space()
-    assert found is not None
-    assert 0 < found <= 64 << 20
-    free = weights.free_memory(torch.device("cpu"))
-    assert free is not None
-    assert free <= 64 << 20
+    for found in (limits.address_space(), weights.free_memory(torch.device("cpu"))):
+        assert found is not None
+        assert 0 < found <= 64 << 20
 
 
 @pytest.mark.parametrize("text", ["", "x 1 2", None])
@@ -34,11 +33,7 @@ def test_where_the_system_does_not_say_what_is_used_nobody_says(
     monkeypatch: pytest.MonkeyPatch, text: str | None
 ) -> None:
     """/proc is not there, or is not what it is on Linux."""
-
-    def opened(path: str) -> io.StringIO:
-        if text is None:
-            raise FileNotFoundError(path)
-        return io.StringIO(text)
+    opened = Mock(side_effect=FileNotFoundError if text is None else lambda _: io.StringIO(text))
 
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (1 << 30, -1))
     monkeypatch.setattr(limits, "open", opened, raising=False)
@@ -61,25 +56,18 @@ def test_torch_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> N
         limits.refuse_without_torch()
 
 
+DAILY = [(200, "ask a -"), (500, "ask a -"), (500, "policies show adakv")]
+NIGHTLY = [(500, "ask a - -o window=8"), (400, "plan"), (400, "doctor")]
+
+
 @pytest.mark.parametrize(
-    ("megabytes", "words"),
-    some_by_day(
-        [
-            (200, ["ask", "a", "-"]),
-            (500, ["ask", "a", "-"]),
-            (500, ["ask", "a", "-", "-o", "window=8"]),
-            (500, ["policies", "show", "adakv"]),
-            (400, ["plan"]),
-            (400, ["doctor"]),
-        ],
-        lambda case: len(case[1]) == 3,
-    ),
+    ("megabytes", "words"), some_by_day([*DAILY, *NIGHTLY], DAILY.__contains__)
 )
-def test_a_process_without_room_for_torch_is_refused(megabytes: int, words: list[str]) -> None:
+def test_a_process_without_room_for_torch_is_refused(megabytes: int, words: str) -> None:
     """At 400 MiB torch's libraries ended the process, at 500 they never came back."""
     code = (
         f"import resource, sys; resource.setrlimit(resource.RLIMIT_AS, ({megabytes} << 20,) * 2); "
-        f"from minikv.cli.__main__ import run; sys.argv = ['minikv', *{words}]; run()"
+        f"from minikv.cli.__main__ import run; sys.argv = ['minikv', *{words.split()}]; run()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input=b"text", capture_output=True, timeout=60

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import checkpoints
 import forked
@@ -17,6 +18,7 @@ import peaks
 import pytest
 import torch
 from checkpoints import Spec, edit_tensors, write
+from loaded import refused
 from pairwise import some_by_day
 from torch import Tensor
 from typed import invoke
@@ -36,8 +38,6 @@ from minikv.models.weights import load_network
 SHAPES = [(67, 48), (130, 192), (1, 128), (64, 32), (200, 384), (33, 50), (5, 7)]
 ROWS = [1, 2, *linear.FEW.values(), *(few + 1 for few in linear.FEW.values()), 40]
 PACKED = {"int8": Int8, "int4": Int4}
-
-
 ON_GPU = ["int8 for a GPU", "int4 for a GPU"]
 
 
@@ -96,14 +96,7 @@ def test_products_are_those_of_the_dense_values(shape: tuple[int, int], form: st
 def test_from_so_many_rows_on_float32_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a processor that multiplies bfloat16, but slowly."""
     monkeypatch.setattr(linear, "bf16_products", lambda: True)
-    asked: list[int] = []
-    real = linear._by_blocks
-
-    def noted(x: Tensor, *others: Any, native: bool) -> Tensor:
-        assert not native
-        asked.append(len(x))
-        return real(x, *others, native=native)
-
+    noted = Mock(wraps=linear._by_blocks)
     monkeypatch.setattr(linear, "_by_blocks", noted)
     made = matrix(130, 192)
     assert isinstance(made, Plain)
@@ -113,29 +106,27 @@ def test_from_so_many_rows_on_float32_multiplies(monkeypatch: pytest.MonkeyPatch
             for t in (1, 2, 8, 9, 40):
                 x = torch.randn(t, 192).bfloat16()
                 assert right(made, x, made(x))
-    assert asked == [9, 40]
+    assert [(len(call.args[0]), call.kwargs) for call in noted.call_args_list] == [
+        (rows, {"native": False}) for rows in (9, 40)
+    ]
 
 
-def test_small_blocks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    for form in ("auto", "int8", "int4"):
-        x = torch.randn(40, 192).bfloat16()
-        monkeypatch.undo()
-        monkeypatch.setattr(linear, "bf16_products", lambda: False)
-        with torch.no_grad():
-            whole = matrix(200, 192, form)
-            monkeypatch.setattr(linear, "BLOCK", 192 * 64)
-            monkeypatch.setattr(linear, "PACKED", 1)  # tiles
-            assert len(list(linear.blocks(torch.Size((200, 192))))) == 4
-            assert len(list(linear._packed_blocks(torch.Size((200, 192))))) == 4
-            assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
-            assert right(whole, x, whole(x))
+@torch.no_grad()
+@pytest.mark.parametrize("form", ["auto", "int8", "int4"])
+def test_small_blocks_give_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "bf16_products", lambda: False)
+    x, whole = torch.randn(40, 192).bfloat16(), matrix(200, 192, form)
+    monkeypatch.setattr(linear, "BLOCK", 192 * 64)
+    monkeypatch.setattr(linear, "PACKED", 1)  # tiles
+    for blocks in (linear.blocks, linear._packed_blocks):
+        assert len(list(blocks(torch.Size((200, 192))))) == 4
+    assert torch.equal(matrix(200, 192, form).dense(), whole.dense())
+    assert right(whole, x, whole(x))
 
 
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("form", ["auto", "int8", "int4"])
-def test_memory_that_is_used_again_gives_the_same(
-    form: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_used_again_gives_the_same(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In several threads at once, over matrices of several sizes and blocks."""
     monkeypatch.setattr(linear, "BLOCK", 64 * 192)
     cases = []
@@ -178,7 +169,7 @@ def test_the_layout_of_four_bits_for_a_gpu() -> None:
     made = packed(Plain((steps.float() - 8)[None].bfloat16()), "int4 for a GPU")
     assert isinstance(made, Int4)
     assert made.scales.flatten().tolist() == [1.0, 0.0]
-    assert made.packed[0].tolist() == [i | (15 - i) << 4 for i in range(16)]
+    assert made.weights[0].tolist() == [i | (15 - i) << 4 for i in range(16)]
 
 
 def test_rows_of_zeros_and_extremes_survive() -> None:
@@ -243,12 +234,11 @@ def test_packed_as_read_is_packed_afterwards(form: str, layout: str, tmp_path: P
     assert made.config.notes == plain.config.notes
     for one, two in zip(plain.layers, made.layers, strict=True):
         for slot in ("qkv", "out", "gate_up", "down"):
-            whole = getattr(one, slot)
-            assert isinstance(getattr(two, slot), PACKED[form])
-            assert torch.equal(getattr(two, slot).dense(), kept(whole, form).dense())
-            bias = getattr(two, slot).bias
-            assert bias is whole.bias is None or torch.equal(bias, whole.bias)
-            setattr(one, slot, Plain(getattr(two, slot).dense(), whole.bias))
+            whole, packed = getattr(one, slot), getattr(two, slot)
+            assert isinstance(packed, PACKED[form])
+            assert torch.equal(packed.dense(), kept(whole, form).dense())
+            assert packed.bias is whole.bias is None or torch.equal(packed.bias, whole.bias)
+            setattr(one, slot, Plain(packed.dense(), whole.bias))
     assert torch.equal(made.head.dense(), plain.head.dense())
     assert made.weight_bytes < plain.weight_bytes
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
@@ -276,17 +266,16 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
 ) -> None:
     monkeypatch.setattr(linear, "PACKED", 1)  # read and packed in three blocks
     checkpoint, config = stored(tmp_path, replace(WIDE, tied=tied, layout=layout, vocab=131))
-    told: list[tuple[int, int]] = []
-    made = load_network(
-        checkpoint, config, form=form, progress=lambda done, total: told.append((done, total))
-    )
+    told = Mock()
+    made = load_network(checkpoint, config, form=form, progress=told)
     plain = load_network(checkpoint, config, form=form.removesuffix("+head"))
     assert isinstance(made.layers[0].qkv, PACKED[form.removesuffix("+head")])
     head = made.head
     assert isinstance(head, Int8)
     assert torch.equal(head.dense(), kept(Plain(plain.head.dense()), "int8").dense())
-    assert told[0][0] == 0
-    assert told[-1][0] == told[-1][1] == told[0][1] > 0
+    (start, total), *_, last = (call.args for call in told.call_args_list)
+    assert (start, last) == (0, (total, total))
+    assert total > 0
     assert made.weight_bytes == weights.weight_bytes(config, torch.bfloat16, form)
     saved = head.dense().nbytes - head.nbytes
     assert made.weight_bytes == plain.weight_bytes - saved < plain.weight_bytes
@@ -299,7 +288,7 @@ def test_logits_of_a_packed_head_are_those_of_its_values(
     states = made.hidden(ids, DenseAttend((None, None)))
     assert torch.equal(states, plain.hidden(ids, DenseAttend((None, None))))
     assert near(made.logits(states), states, head.dense())
-    exact = head.quantised.float() * head.scale.float()[:, None]
+    exact = head.weights.float() * head.scales.float()[:, None]
     plain.head = Plain(torch.eye(64, dtype=torch.bfloat16))  # its logits: the last token's state
     one, two = DenseAttend((None, None)), DenseAttend((None, None))
     for part in (ids, ids[3:4], ids[7:8]):  # a prompt, and steps
@@ -332,7 +321,7 @@ def test_a_head_with_odd_rows_stays_plain(tied: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "length"), some_by_day([(1, 7000), (0, 32_000)], lambda case: case[1] == 7000)
+    ("number", "length"), some_by_day([(1, 7000), (0, 32_000)], (1, 7000).__eq__)
 )
 def test_the_bundled_model_answers_with_a_head_of_eight_bits(number: int, length: int) -> None:
     """About its document: the beginning, which has the answer, by day, and all of it at night."""
@@ -353,23 +342,14 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
     cuda, fp32 = torch.device("cuda"), torch.float32
     sizes = random_models.llama(1, 64, 4, 2, 16, 128, 256)
-    cases = [
-        ("int2", cpu, bf16),
-        ("auto+head", cpu, bf16),
-        ("int8+", cpu, bf16),
+    for form, device, dtype in (
+        *((form, cpu, bf16) for form in ("int2", "auto+head", "int8+")),
+        *((form, cpu, fp32) for form in ("int4", "int8+head", "int4+head")),
         ("int8", cuda, fp32),
-        ("int4", cpu, fp32),
         ("int4+head", cuda, torch.float16),
-        ("int8+head", cpu, fp32),
-        ("int4+head", cpu, fp32),
-    ]
-    for form, device, dtype in cases:
-        with pytest.raises(ModelError) as caught:
-            weights.check_form(form, device, dtype, sizes)
-        assert caught.value.exit_code == 2
-        assert form in str(caught.value)
-        assert "\n" not in str(caught.value)
-        assert caught.value.hint
+    ):
+        error = refused(partial(weights.check_form, form, device, dtype, sizes), form, code=2)
+        assert error.hint
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int4" else "")
     weights.check_form("int8", cpu, bf16, sizes)
     weights.check_form("int8+head", cpu, bf16, sizes)
@@ -387,40 +367,33 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_kernel_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert linear.lacks("auto") == ""
-    ask = linear.lacks.__wrapped__
-    for broken, word in ((RuntimeError("no"), "has no"), (None, "wrongly")):
+    odd = torch.full((1, 128), float("nan"), dtype=torch.bfloat16)
+    for broken, word in ((Mock(side_effect=RuntimeError("no")), "has no"), (Mock(), "wrongly")):
+        broken.return_value = odd
+        monkeypatch.setattr(torch, "_weight_int8pack_mm", broken)
+        assert word in linear.lacks.__wrapped__("int8")
 
-        def act(*args: object, broken: Exception | None = broken) -> Tensor:
-            if broken is not None:
-                raise broken
-            return torch.full((1, 128), float("nan"), dtype=torch.bfloat16)
 
-        monkeypatch.setattr(torch, "_weight_int8pack_mm", act)
-        assert word in ask("int8")
+LAYERS = {"layers": 20_000, "windows": (None,) * 20_000}
+WORDS = {"vocab": 20_000_000}
 
 
 @pytest.mark.parametrize(
     ("changes", "free", "form", "lacking", "offered"),
     [
-        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", "", ["int8", "int4"]),
-        ({"layers": 20_000, "windows": (None,) * 20_000}, "int4", "int8", "", ["int4"]),
-        ({"layers": 20_000, "windows": (None,) * 20_000}, "int8", "auto", "int4", ["int8"]),
-        ({"vocab": 20_000_000}, "int8+head", "auto", "", ["int8+head", "int4+head"]),
-        ({"vocab": 20_000_000}, "int4+head", "auto", "", ["int4+head"]),
-        ({"vocab": 20_000_000}, "int4+head", "auto", "int8", []),  # which the head would be
-        ({"vocab": 20_000_000}, "int4+head", "auto", "int4", []),
-        ({"vocab": 20_000_000}, "int4+head", "int8+head", "", ["int4+head"]),
-        ({"vocab": 20_000_000}, "", "auto", "", []),
+        (LAYERS, "int8", "auto", "", ["int8", "int4"]),
+        (LAYERS, "int4", "int8", "", ["int4"]),
+        (LAYERS, "int8", "auto", "int4", ["int8"]),
+        (WORDS, "int8+head", "auto", "", ["int8+head", "int4+head"]),
+        (WORDS, "int4+head", "auto", "", ["int4+head"]),
+        (WORDS, "int4+head", "auto", "int8", []),  # which the head would be
+        (WORDS, "int4+head", "auto", "int4", []),
+        (WORDS, "int4+head", "int8+head", "", ["int4+head"]),
+        (WORDS, "", "auto", "", []),
     ],
 )
 def test_the_hint_names_the_forms_that_fit(
-    changes: dict[str, Any],
-    free: str,
-    form: str,
-    lacking: str,
-    offered: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    changes: Any, free: str, form: str, lacking: str, offered: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """The head is packed only if packing the layers is not enough. What this processor cannot pack
     is not offered."""
@@ -492,22 +465,16 @@ assert linear.lacks("int4") == "" == linear.lacks("int8")
     assert run.code == 0, run.err
 
 
-def test_two_threads_leave_the_products_of_torch_as_they_were(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_two_threads_leave_the_products_of_torch_as_they_were(monkeypatch: Any) -> None:
     monkeypatch.setattr(linear, "has_tiles", lambda: False)
     before = torch._C._get_mkldnn_enabled()
-    matrix = linear.Plain(torch.randn(512, 256).bfloat16())
-    x = torch.randn(1, 256).bfloat16()
+    matrix, x = linear.Plain(torch.randn(512, 256).bfloat16()), torch.randn(1, 256).bfloat16()
 
-    def work() -> None:
+    def work(_: int) -> None:
         with torch.inference_mode():
             for _ in range(300):
                 matrix(x)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
     assert torch._C._get_mkldnn_enabled() == before

@@ -25,14 +25,10 @@ def test_a_token_that_the_embedding_lacks(tmp_path: Path, special: bool) -> None
     """A control token that no chat has is no harm; a word that a text may have is."""
     folder = tiny.write(tmp_path)
     data = json.loads((folder / "tokenizer.json").read_text())
-    data["added_tokens"].append(
-        {**data["added_tokens"][0], "id": 5000, "content": "hello", "special": special}
-    )
-    if special:
-        data["added_tokens"][-1]["content"] = "<|more|>"
-        data["model"]["vocab"]["<|more|>"] = 5000
-    else:
-        data["model"]["vocab"]["hello"] = 5000
+    text = "<|more|>" if special else "hello"
+    about = {"id": 5000, "content": text, "special": special}
+    data["added_tokens"].append(data["added_tokens"][0] | about)
+    data["model"]["vocab"][text] = 5000
     (folder / "tokenizer.json").write_text(json.dumps(data))
     if special:
         assert models.load(folder).tokenizer.vocab == 5001
@@ -57,11 +53,11 @@ def test_templates_without_usable_names_are_none(tmp_path: Path, named: Any) -> 
     assert models.load(folder).template.name != "tokenizer_config.json"
 
 
+KEYS = "bos_token additional_special_tokens added_tokens_decoder legacy add_bos_token".split()
+
+
 @pytest.mark.parametrize("value", [{}, [], 3, {"content": {}}, {"content": 3}, None, True])
-@pytest.mark.parametrize(
-    "key",
-    ["bos_token", "additional_special_tokens", "added_tokens_decoder", "legacy", "add_bos_token"],
-)
+@pytest.mark.parametrize("key", KEYS)
 def test_odd_values_in_a_tokenizer_configuration(tmp_path: Path, key: str, value: Any) -> None:
     """Read or refused; never another error."""
     folder = tiny.write(tmp_path)

@@ -28,17 +28,14 @@ if TYPE_CHECKING:
 
 TOKENS = 40
 LIMIT = 1e-5
-
-SHAPES: tuple[tuple[int, int, int | None, int], ...] = (  # heads, kv_heads, head_dim, hidden
-    (4, 4, None, 48),
-    (4, 2, None, 48),
-    (4, 1, None, 48),
-    (9, 3, None, 72),
-    (3, 1, 8, 36),
-    (6, 2, 20, 48),  # head_dim * heads != hidden, as in Mistral Nemo
-)
-
-
+SHAPES = [
+    {"heads": 4, "kv_heads": 4, "head_dim": None, "hidden": 48},
+    {"heads": 4, "kv_heads": 2, "head_dim": None, "hidden": 48},
+    {"heads": 4, "kv_heads": 1, "head_dim": None, "hidden": 48},
+    {"heads": 9, "kv_heads": 3, "head_dim": None, "hidden": 72},
+    {"heads": 3, "kv_heads": 1, "head_dim": 8, "hidden": 36},
+    {"heads": 6, "kv_heads": 2, "head_dim": 20, "hidden": 48},  # as in Mistral Nemo, 6 * 20 != 48
+]
 SCALES = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 7.0}
 OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("qwen3", {"rope": "theta", "tied": True}),
@@ -72,34 +69,26 @@ def _matrix() -> list[Spec]:
             Spec(**{"layout": layout, "spelling": spelling, "seed": number} | settings)  # type: ignore[arg-type]
         )
 
-    for (heads, kv, size, hidden), rope, tied in product(SHAPES, ROPES, (False, True)):
-        shape = {"heads": heads, "kv_heads": kv, "head_dim": size, "hidden": hidden}
+    for shape, rope, tied in product(SHAPES, ROPES, (False, True)):
         add(**shape, rope=rope, tied=tied)  # 84
-    for (heads, kv, size, hidden), window in product(SHAPES, (None, 1, 7, 39, 64)):
-        shape = {"heads": heads, "kv_heads": kv, "head_dim": size, "hidden": hidden}
+    for shape, window in product(SHAPES, (None, 1, 7, 39, 64)):
         add(**shape, family="mistral", window=window, rope="theta")  # 30
     for rope, bias, mlp in product(ROPES, (True, False), (True, False)):
         add(rope=rope, bias=bias, mlp_bias=mlp, heads=6, kv_heads=2, hidden=48)  # 28
-    for (heads, kv, _, hidden), tied, window in product(SHAPES, (False, True), (None, 9)):
-        if hidden % heads == 0:
-            shape = {"heads": heads, "kv_heads": kv, "hidden": hidden}
-            add(**shape, family="qwen2", tied=tied, window=window)  # 24
-    for (heads, kv, size, hidden), rope, window in product(
-        SHAPES, ("default", "theta", "llama3"), (None, 11)
-    ):
-        shape = {"heads": heads, "kv_heads": kv, "head_dim": size, "hidden": hidden}
+    for shape, tied, window in product(SHAPES, (False, True), (None, 9)):
+        if shape["hidden"] % shape["heads"] == 0:
+            add(**shape | {"head_dim": None}, family="qwen2", tied=tied, window=window)  # 24
+    for shape, rope, window in product(SHAPES, ("default", "theta", "llama3"), (None, 11)):
         family = "mistral" if window else "llama"
         add(**shape, family=family, window=window, rope=rope, layout="original", spelling="v5")
-    for tied, small in product((False, True), (True,)):
-        add(tied=tied, small=small)
-        add(tied=tied, small=small, family="qwen2")
+    for tied, family in product((False, True), ("llama", "qwen2")):
+        add(tied=tied, small=True, family=family)
     types = {"layer_types": ["sliding_attention", "full_attention"]}
     for heads, kv in ((4, 2), (9, 3)):
         shape = {"heads": heads, "kv_heads": kv, "hidden": 72, "head_dim": 8}
         add(**shape, family="ministral", window=8, extra=types)
-    for (heads, kv, size, hidden), (family, settings) in product(SHAPES, OTHERS):
-        shape = {"heads": heads, "kv_heads": kv, "hidden": hidden, "head_dim": size}
-        if family in ("granite", "phi3", "smollm3", "olmo2", "olmo3") and size:
+    for shape, (family, settings) in product(SHAPES, OTHERS):
+        if family in ("granite", "phi3", "smollm3", "olmo2", "olmo3") and shape["head_dim"]:
             continue  # their configurations in transformers have no head_dim
         add(**shape, family=family, layers=3, **{"spelling": "v5"} | settings)
     return specs

@@ -9,18 +9,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import loaded
 import pytest
 import tokenizers
 import vocabularies as v
 from jinja2.exceptions import TemplateError
+from loaded import turns
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -87,10 +88,8 @@ def random_chat(rng: random.Random, system: bool = True, strip: bool = False) ->
         made = v.random_text(rng, ("<", ">", "[", "]", "<|", "|>", "INST", "\n\n"), 8)
         return made.strip() or "x" if strip else made
 
-    chat = [Message("system", text())] if system and rng.random() < 0.4 else []
-    for _ in range(rng.randrange(3)):
-        chat += [Message("user", text()), Message("assistant", text())]
-    return [*chat, Message("user", text())]
+    prompt = text() if system and rng.random() < 0.4 else None
+    return turns(*(text() for _ in range(2 * rng.randrange(3) + 1)), system=prompt)
 
 
 def plain(messages: list[Message]) -> list[dict[str, str]]:
@@ -101,20 +100,14 @@ def plain(messages: list[Message]) -> list[dict[str, str]]:
 def test_ids_are_those_of_transformers(case: str, part: float) -> None:
     tokenizer, template = prepared(case)
     name, make, of, named = CASES[case]
-    oracle = theirs(make, of, **named)
-    rng = random.Random(21)
+    oracle, rng = theirs(make, of, **named), random.Random(21)
+    given = {"tokenize": True, "add_generation_prompt": True, "return_dict": False}
     compared = 0
     for _ in range(int(part * 500)):
         chat = random_chat(rng, system=case != "mistral-v1")
         if any(tokenizer.lookalikes(m.content) for m in chat):
             continue
-        expected = oracle.apply_chat_template(
-            plain(chat),
-            chat_template=PUBLISHED[name],
-            tokenize=True,
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        expected = oracle.apply_chat_template(plain(chat), chat_template=PUBLISHED[name], **given)
         assert template.opening(chat) == expected, chat
         compared += 1
     assert compared > part * 450
@@ -180,14 +173,12 @@ def test_built_in_formats_agree_over_vocabulary_layouts(
 
 def follows(tokenizer: Tokenizer, template: ChatTemplate, chat: list[Message]) -> None:
     """What is fed turn by turn is what the whole conversation gives."""
-    fed = template.opening(chat[:-2])
-    whole = template.opening(chat)
+    fed, whole = template.opening(chat[:-2]), template.opening(chat)
     suffix = template.following(chat)
     assert suffix, chat
-    assert whole[: len(fed)] == fed
-    assert whole[len(whole) - len(suffix) :] == suffix
-    answer = whole[len(fed) : len(whole) - len(suffix)]
-    assert tokenizer.decode(answer) == chat[-2].content
+    end = len(whole) - len(suffix)
+    assert (whole[: len(fed)], whole[end:]) == (fed, suffix)
+    assert tokenizer.decode(whole[len(fed) : end]) == chat[-2].content
 
 
 def spoken(format: str) -> tuple[Tokenizer, ChatTemplate]:
@@ -201,13 +192,10 @@ def spoken(format: str) -> tuple[Tokenizer, ChatTemplate]:
     return tokenizer, ChatTemplate.built_in(format, tokenizer)
 
 
+# Not "mistral-v1" of a folder: without the space its answer can merge with the bracket before it.
 @pytest.mark.parametrize(
     ("make", "name"),
-    # Not "mistral-v1": without the space its answer can merge with the bracket before it.
-    [
-        *((prepared, case) for case in CASES if case != "mistral-v1"),
-        *((spoken, format) for format in v.FORMATS),
-    ],
+    [(prepared, case) for case in CASES if case != "mistral-v1"] + [(spoken, f) for f in v.FORMATS],
 )
 def test_following_continues_the_opening(make: Any, name: str, part: float) -> None:
     tokenizer, template = make(name)
@@ -220,28 +208,15 @@ def test_following_continues_the_opening(make: Any, name: str, part: float) -> N
 
 def test_following_survives_what_a_template_trims() -> None:
     tokenizer, template = prepared("llama-3")
-    asked = [Message("user", "q"), Message("assistant", "  padded \n"), Message("user", " r ")]
-    found = template.following(asked)
+    found = template.following(turns("q", "  padded \n", " r "))
     assert found[:2] == [tokenizer.control["<|eot_id|>"], tokenizer.control["<|start_header_id|>"]]
     assert tokenizer.decode(found) == "user\n\nrassistant\n\n"
 
 
-def test_no_text_is_searched_for_the_parts_of_no_control_token(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_text_is_searched_for_the_parts_of_no_control_token(monkeypatch: Any) -> None:
     """A document has a million characters."""
     monkeypatch.setattr(templates, "bisect_right", None)
     assert templates._Shield(TokenSearch([])).hide(" a document ") == " a document "
-
-
-def test_a_conversation_ends_with_a_user_message() -> None:
-    _, template = prepared("own")
-    with pytest.raises(ValueError, match="user message"):
-        template.opening([])
-    with pytest.raises(ValueError, match="user message"):
-        template.opening([Message("user", "a"), Message("assistant", "b")])
-    with pytest.raises(ValueError, match="answer"):
-        template.following([Message("user", "a")])
 
 
 def with_source(source: str) -> ChatTemplate:
@@ -249,11 +224,21 @@ def with_source(source: str) -> ChatTemplate:
     return ChatTemplate(source, "chat_template.jinja", Tokenizer(vocabulary))
 
 
-def test_templates_that_drop_earlier_answers_cannot_be_followed() -> None:
-    template = with_source("{{ messages[-1].content }}")
-    chat = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
+def test_conversations_that_are_refused() -> None:
+    short = with_source(each(TURN).replace("messages", "messages[:2]"))
+    assert short.opening(ASKED)
+    with pytest.raises(UnsupportedModel, match="writes no answer"):
+        short.opening(LATER)
+    template = prepared("own")[1]
+    for chat in ([], turns("a", "b")):
+        with pytest.raises(ValueError, match="user message"):
+            template.opening(chat)
+    with pytest.raises(ValueError, match="answer"):
+        template.following(turns("a"))
     with pytest.raises(UnsupportedModel, match="leaves earlier answers out"):
-        template.following(chat)
+        with_source("{{ messages[-1].content }}").following(turns("a", "b", "c"))
+    with pytest.raises(UnsupportedModel, match="roles must alternate"):
+        prepared("mistral-v1")[1].opening([*turns("a"), *turns("b")])
 
 
 @pytest.mark.parametrize(
@@ -268,63 +253,57 @@ def test_system_prompts_are_folded_where_a_template_takes_none(source: str) -> N
     template = with_source(source)
     tokenizer = template._tokenizer
     assert template.notes == ()
-    chat = [
-        Message("system", "Be brief."),
-        Message("user", "Hi"),
-        Message("assistant", "Yes"),
-        Message("user", "So"),
-    ]
+    chat = turns("Hi", "Yes", "So", system="Be brief.")
     assert template.opening(chat[:2]) == tokenizer.encode("Be brief.\n\nHi")
     assert "no system prompt" in template.notes[0]
     assert template.following(chat) == tokenizer.encode("So", "inside")
 
 
-def test_a_refused_conversation_says_what_the_template_says() -> None:
-    _, template = prepared("mistral-v1")
-    with pytest.raises(UnsupportedModel, match="roles must alternate"):
-        template.opening([Message("user", "a"), Message("user", "b")])
-
-
 TURN = "<|{{ m.role }}|>{{ m.content }}<|end|>"
 LOOP = "{% for m in messages %}@{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-EACH = (
-    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
-)
 CUT = "{{ m.content if m.role == 'user' else m.content[:9] }}"
 LONG = "a question that is longer than twenty characters"
-ASKED = [Message("user", LONG)]
-LATER = [*ASKED, Message("assistant", "an answer, again in some words"), Message("user", "So?")]
-TWICE = [Message("user", "yes"), Message("assistant", "b"), Message("user", "yes")]
+ASKED = turns(LONG)
+LATER = turns(LONG, "an answer, again in some words", "So?")
+
+
+def each(body: str) -> str:
+    """A template without the header of an answer."""
+    return "{% for m in messages %}" + body + "{% endfor %}"
+
+
+def looped(body: str) -> str:
+    return LOOP.replace("@", body)
+
+
+SHORT = "{{ m.content[:20] if m.role == 'user' else m.content }}"
 LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "cut": ("{{ m.content[:20] }}", ASKED, "a question"),
     "a word": ("{{ m.content.split()[0] }}", ASKED, "a question"),
     "all of it": ("<|{{ m.role }}|>", ASKED, "a question"),
     "early ones": ("{{ m.content if loop.last }}", LATER, "a question"),
-    "the first of two": ("{{ m.content if not loop.first }}yes", TWICE, "a question"),
+    "first": ("{{ m.content if not loop.first }}yes", turns("yes", "b", "yes"), "a question"),
     "answers": ("{{ m.content if m.role == 'user' }}", LATER, "an earlier answer"),
     "end of answers": (CUT, LATER, "an earlier answer"),
-    "end of the system prompt": (CUT, [Message("system", "Be brief, now."), *ASKED], "the system"),
+    "end of the system prompt": (CUT, turns(LONG, system="Be brief, now."), "the system"),
     "words run together": ("{{ m.content.split() | join }}", ASKED, "a question"),
-    "what the system prompt says, too": (
-        "{{ m.content[:20] if m.role == 'user' else m.content }}",
-        [Message("system", f"People often ask: {LONG}"), *ASKED],
-        "a question",
-    ),
+    "said by the system": (SHORT, turns(LONG, system=f"People often ask: {LONG}"), "a question"),
     "what a question said, too": (
         "{{ m.content if loop.first else m.content[:20] }}",
-        [Message("user", f"Text: {LONG}"), Message("assistant", "b"), *ASKED],
+        turns(f"Text: {LONG}", "b", LONG),
         "a question",
     ),
     **{
-        f"answers that end with {tag}": (CUT, [*ASKED, Message("assistant", answer), *ASKED], which)
-        for which, answer, tag in (
-            ("an earlier answer", f"{tag[0]}b{tag[-1]} some bold text {tag}", tag)
-            for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]")
+        f"answers that end with {tag}": (
+            CUT,
+            turns(LONG, f"{tag[0]}b{tag[-1]} some bold text {tag}", LONG),
+            "an earlier answer",
         )
+        for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]")
     },
     "all before a tag": (
         "{{ m.content.split('</b>')[-1] }}",
-        [*ASKED, Message("assistant", "one <b>two</b> three"), *ASKED],
+        turns(LONG, "one <b>two</b> three", LONG),
         "an earlier answer",
     ),
 }
@@ -333,20 +312,12 @@ LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_a_template_leaves_out_is_refused(name: str) -> None:
     source, chat, which = LEFT_OUT[name]
-    template = with_source(f"{{% for m in messages %}}{source}{{% endfor %}}")
+    template = with_source(each(source))
     with pytest.raises(UnsupportedModel, match=f"leaves out {which}"):
         template.opening(chat)
     if chat is ASKED:
-        chat = [Message("user", "x"), Message("assistant", "y"), *ASKED]
         with pytest.raises(UnsupportedModel, match="leaves"):
-            template.following(chat)
-
-
-def test_a_template_that_writes_no_answer_after_a_conversation_is_refused() -> None:
-    template = with_source("{% for m in messages[:2] %}" + TURN + "{% endfor %}")
-    assert template.opening(ASKED)
-    with pytest.raises(UnsupportedModel, match="writes no answer"):
-        template.opening(LATER)
+            template.following(turns("x", "y", LONG))
 
 
 @pytest.mark.parametrize(
@@ -361,9 +332,8 @@ def test_a_template_that_writes_no_answer_after_a_conversation_is_refused() -> N
     ],
 )
 def test_a_template_may_change_case_and_space_and_take_reasoning_out(change: str) -> None:
-    template = with_source(LOOP.replace("@", f"<|{{{{ m.role }}}}|>{{{{ {change} }}}}<|end|>"))
-    answer = "<think>so\nor so</think>\n Yes\n\n "
-    chat = [Message("user", ' "one"\ntwo '), Message("assistant", answer), Message("user", "c")]
+    template = with_source(looped(f"<|{{{{ m.role }}}}|>{{{{ {change} }}}}<|end|>"))
+    chat = turns(' "one"\ntwo ', "<think>so\nor so</think>\n Yes\n\n ", "c")
     for ids in (template.opening(chat), template.following(chat)):
         assert template._tokenizer.decode(ids).strip('"').lower().endswith("c")
 
@@ -378,110 +348,99 @@ def test_a_template_may_change_case_and_space_and_take_reasoning_out(change: str
 )
 def test_a_question_may_repeat_an_answer_without_its_reasoning(end: str, answer: str) -> None:
     cut = f"{{{{ m.content.split('{end}')[-1] if m.role == 'assistant' else m.content }}}}"
-    template = with_source(LOOP.replace("@", TURN.replace("{{ m.content }}", cut)))
-    chat = [Message(role, answer) for role in ("system", "user", "assistant", "user")]
+    template = with_source(looped(TURN.replace("{{ m.content }}", cut)))
+    chat = turns(answer, answer, answer, system=answer)
     for messages in (chat, chat[1:]):
         text = template._tokenizer.decode(template.opening(messages))
         assert text == answer * (len(messages) - 2) + answer.split(end)[-1] + answer
 
 
-@pytest.mark.parametrize(
-    ("roles", "source"),
-    [
-        ({"system", "user", "assistant"}, LOOP.replace("@", TURN.replace("{{ m.content }}", EACH))),
-        (
-            {"user", "assistant"},
-            LOOP.replace(
-                "@",
-                "{% if m.role == 'system' %}<|system|>{{ m.content | trim }}<|end|>"
-                "{% else %}<|{{ m.role }}|>{{ m['content'][0]['text'] }}<|end|>{% endif %}",
-            ),
-        ),
-        (
-            {"system", "user", "assistant"},
-            LOOP.replace(
-                "@",
-                "{% if m.content is string %}{{ raise_exception('a list') }}{% endif %}"
-                "<|{{ m.role }}|>{{ m.content | map(attribute='text') | join }}<|end|>",
-            ),
-        ),
-        (set(), LOOP.replace("@", TURN)),
-    ],
+EACH = (
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
 )
-def test_contents_are_lists_of_parts_where_a_template_takes_them_so(
-    roles: set[str], source: str
-) -> None:
+UNLESS_SYSTEM = (
+    "{% if m.role == 'system' %}<|system|>{{ m.content | trim }}<|end|>"
+    "{% else %}<|{{ m.role }}|>{{ m['content'][0]['text'] }}<|end|>{% endif %}"
+)
+NO_TEXT = (
+    "{% if m.content is string %}{{ raise_exception('a list') }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content | map(attribute='text') | join }}<|end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "body"),
+    [
+        ({"system", "user", "assistant"}, TURN.replace("{{ m.content }}", EACH)),
+        ({"user", "assistant"}, UNLESS_SYSTEM),
+        ({"system", "user", "assistant"}, NO_TEXT),
+        (set(), TURN),
+    ],
+    ids=["each part", "unless system", "no text", "text"],
+)
+def test_contents_are_lists_of_parts_where_a_template_takes_them_so(roles: Any, body: str) -> None:
     """transformers renders what a caller gives it in the right form."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    template = with_source(source)
-    chat = [Message("system", "s"), *LATER[:2], Message("user", "<|end|> hi")]
-    given = [
-        {
-            "role": m.role,
-            "content": [{"type": "text", "text": m.content}] if m.role in roles else m.content,
-        }
-        for m in chat
-    ]
-    texts = render_jinja_template([given], chat_template=source, add_generation_prompt=True)[0]
-    spelled = {id: text for text, id in template._tokenizer.control.items()}
+    template = with_source(looped(body))
+    chat = turns(LONG, LATER[1].content, "<|end|> hi", system="s")
+    given: list[dict[str, Any]] = [dict(one) for one in plain(chat)]
+    for one in given:
+        if one["role"] in roles:
+            one["content"] = [{"type": "text", "text": one["content"]}]
+    texts = render_jinja_template([given], chat_template=looped(body), add_generation_prompt=True)
     ids = template.opening(chat)
-    assert "".join(spelled.get(id) or template._tokenizer.decode([id]) for id in ids) == texts[0]
+    assert spelled(template, ids) == texts[0][0]
     assert ids[-len(template.following(chat)) :] == template.following(chat)
 
 
+def spelled(template: ChatTemplate, ids: list[int]) -> str:
+    """The text of ids, with control tokens."""
+    tokenizer = template._tokenizer
+    control = {id: text for text, id in tokenizer.control.items()}
+    return "".join(control.get(id) or tokenizer.decode([id]) for id in ids)
+
+
 LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
+LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
+END = "<|end|><|assistant|>"
+UNANSWERED = "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+ASKS_FIRST = "{% if add_generation_prompt %}<|system|>Answer.{% endif %}"
+PART_OF_HEADER = (
+    "<|{{ m.role }}|>{{ m.content }}"
+    "{% if not loop.last or add_generation_prompt %}<|end|>{% endif %}"
+)
+INST = (
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}<|end|>{% endif %}"
+)
 
 
 @pytest.mark.parametrize(
     ("source", "ends"),
     [
-        ("{% for m in messages %}" + TURN + "{% endfor %}", "<|end|><|assistant|>"),
-        ("{% for m in messages %}" + TURN + "\n{% endfor %}", "<|end|>\n<|assistant|>"),
-        ("{% for m in messages %}" + LABELS + "\n{% endfor %}", "So?\nASSISTANT:"),
+        (each(TURN), END),
+        (each(TURN + "\n"), "<|end|>\n<|assistant|>"),
+        (each(LABELS + "\n"), "So?\nASSISTANT:"),
         # Those that need a question after the answer.
-        (
-            "{% for m in messages %}" + TURN + "{% endfor %}"
-            "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}",
-            "<|end|><|assistant|>",
-        ),
-        (
-            "{% for m in messages %}{% if m.role == 'user' or not loop.last %}"
-            + TURN
-            + "{% endif %}"
-            "{% endfor %}",
-            "<|end|><|assistant|>",
-        ),
+        (each(TURN) + UNANSWERED, END),
+        (each("{% if m.role == 'user' or not loop.last %}" + TURN + "{% endif %}"), END),
         # Those that take the wish for an answer for something else, or write a part of its header.
-        (
-            "{% if add_generation_prompt %}<|system|>Answer.{% endif %}{% for m in messages %}"
-            + TURN
-            + "{% endfor %}",
-            "<|end|><|assistant|>",
-        ),
-        (LOOP.replace("@", TURN).replace("<|assistant|>", "{{ '\n' }}"), "<|end|><|assistant|>"),
-        (
-            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
-            "{% if not loop.last or add_generation_prompt %}<|end|>{% endif %}{% endfor %}",
-            "<|end|><|assistant|>",
-        ),
+        (ASKS_FIRST + each(TURN), END),
+        (looped(TURN).replace("<|assistant|>", "{{ '\n' }}"), END),
+        (each(PART_OF_HEADER), END),
         # Those that ask for an answer, always write its header, or have none.
-        (LOOP.replace("@", TURN), "<|end|><|assistant|>"),
-        (LOOP.replace("@", TURN + "<|system|>"), "<|end|><|system|><|assistant|>"),
-        ("{% for m in messages %}" + TURN + "{% endfor %}<|assistant|>", "<|end|><|assistant|>"),
-        (
-            "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-            "{% else %} {{ m.content }}<|end|>{% endif %}{% endfor %}",
-            "[/INST]",
-        ),
+        (looped(TURN), END),
+        (looped(TURN + "<|system|>"), "<|end|><|system|><|assistant|>"),
+        (each(TURN) + "<|assistant|>", END),
+        (each(INST), "[/INST]"),
     ],
 )
 def test_the_header_of_an_answer_is_in_front_of_it(source: str, ends: str) -> None:
     template = with_source(source)
-    tokenizer, first = template._tokenizer, template.opening(LATER[:1])
-    spelled = {id: text for text, id in tokenizer.control.items()}
+    first = template.opening(ASKED)
     for ids in (first, template.following(LATER), template.opening(LATER)):
-        text = "".join(spelled.get(id) or tokenizer.decode([id]) for id in ids)
+        text = spelled(template, ids)
         assert text.endswith(ends.replace("So?", LONG) if ids is first else ends)
         assert text.count("<|assistant|>") <= text.count("<|user|>")
     # The answer is where the whole conversation has it.
@@ -490,22 +449,29 @@ def test_the_header_of_an_answer_is_in_front_of_it(source: str, ends: str) -> No
 
 @pytest.mark.parametrize(("asks", "said"), [("Now answer.", True), ("<|assistant|><think>", False)])
 def test_a_question_that_does_not_end_as_answers_begin_is_said(asks: str, said: bool) -> None:
-    template = with_source(LOOP.replace("@", TURN).replace("<|assistant|>", asks))
+    template = with_source(looped(TURN).replace("<|assistant|>", asks))
     assert ["tokens that begin an answer" in note for note in template.notes] == [True] * said
     assert template.opening(ASKED) == template._compose(ASKED, follow=False)
 
 
+def from_folder(folder: Path, config: Any = None, special: tuple[str, ...] = OWN) -> ChatTemplate:
+    v.write_folder(folder, v.byte_level_json(special, 1000, 8), config)
+    return ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
+
+
 @pytest.mark.parametrize("first", ["<html>", "<?xml version='1.0'?>", "<!-- a -->\n<HTML>"])
 def test_a_template_may_begin_with_a_tag(tmp_path: Path, first: str) -> None:
-    folder = v.write_folder(tmp_path, v.byte_level_json(OWN, 1000, 8))
-    tokenizer, file = Tokenizer.from_folder(folder), folder / "chat_template.jinja"
-    file.write_text(first + LOOP.replace("@", TURN), "utf-8")
-    found = ChatTemplate.from_folder(folder, tokenizer).opening(ASKED)
-    assert tokenizer.decode(found) == first + LONG
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(first + looped(TURN), "utf-8")
+    template = from_folder(tmp_path)
+    assert template._tokenizer.decode(template.opening(ASKED)) == first + LONG
     for page in (first, "<!doctype html>" + first + "{{ messages }}"):
         file.write_text(page, "utf-8")
         with pytest.raises(CorruptModel, match="is a web page"):
-            ChatTemplate.from_folder(folder, tokenizer)
+            from_folder(tmp_path)
+
+
+UPPER = "{{ m.role | upper }}: {{ m.content }} "
 
 
 @pytest.mark.parametrize(
@@ -514,16 +480,11 @@ def test_a_template_may_begin_with_a_tag(tmp_path: Path, first: str) -> None:
         (PUBLISHED["llama-2"], "[INST] a [/INST] <<SYS>> [INSTALL] INST", 3),
         (PUBLISHED["zephyr"], "<|user|> and <|assistant|>, <|system|> <|other|>", 3),
         (
-            "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}",
+            each("### {{ m.role }}:\n{{ m.content }}\n\n"),
             "### user:\n### assistant:\n### note:\nuser:",
             2,
         ),
-        (
-            "Some words: of it. {% for m in messages %}{{ m.role | upper }}: {{ m.content }} "
-            "{% endfor %}",
-            "USER: a ASSISTANT: b Some words: USER :",
-            2,
-        ),
+        ("Some words: of it. " + each(UPPER), "USER: a ASSISTANT: b Some words: USER :", 2),
         (PUBLISHED["chatml"], "user\nassistant <|im_start|> [INST]", 0),
         (PUBLISHED["llama-3.2"], "Cutting Knowledge Date: Today Date: user", 0),
     ],
@@ -537,91 +498,74 @@ def test_markers_that_are_plain_text_are_counted_for_templates_of_a_folder(
 
 
 def test_look_up_order(tmp_path: Path) -> None:
-    own = {"eos_token": "<|end|>"}
-    data = v.byte_level_json(OWN, 1000, 8)
-    folder = v.write_folder(tmp_path, data, own)
-    tokenizer = Tokenizer.from_folder(folder)
-
-    def found() -> tuple[str, str]:
-        template = ChatTemplate.from_folder(folder, tokenizer)
-        return template.name, tokenizer.decode(template.opening([Message("user", "")]))
+    def found(**config: Any) -> tuple[str, str]:
+        template = from_folder(tmp_path, {"eos_token": "<|end|>", **config})
+        return template.name, template._tokenizer.decode(template.opening(turns("")))
 
     assert found() == ("plain", "\n")
-    assert "plain completion" in ChatTemplate.from_folder(folder, tokenizer).notes[0]
-    (folder / "chat_template.json").write_text('{"chat_template": {"default": "D"}}', "utf-8")
+    assert "plain completion" in from_folder(tmp_path).notes[0]
+    (tmp_path / "chat_template.json").write_text('{"chat_template": {"default": "D"}}', "utf-8")
     assert found() == ("chat_template.json", "D")
     listed = [{"name": "tool", "template": "X"}, {"name": "default", "template": "C"}]
-    v.write_folder(folder, data, {**own, "chat_template": listed})
-    assert found() == ("tokenizer_config.json", "C")
-    v.write_folder(folder, data, {**own, "chat_template": "B"})
-    assert found() == ("tokenizer_config.json", "B")
-    (folder / "chat_template.jinja").write_text("A", "utf-8")
-    assert found() == ("chat_template.jinja", "A")
+    assert found(chat_template=listed) == ("tokenizer_config.json", "C")
+    assert found(chat_template="B") == ("tokenizer_config.json", "B")
+    (tmp_path / "chat_template.jinja").write_text("A", "utf-8")
+    assert found(chat_template="B") == ("chat_template.jinja", "A")
 
 
 @pytest.mark.parametrize(
-    ("listed", "format"),
+    ("listed", "special", "format"),
     [
-        ({"rag": "R", "tool_use": "T"}, "plain"),
-        ([{"name": "rag", "template": "R"}, {"name": "tool_use"}, 7], "built-in llama-3"),
+        ({"rag": "R", "tool_use": "T"}, OWN, "plain"),
+        ([{"name": "rag", "template": "R"}, {"name": "tool"}, 7], v.LLAMA_3, "built-in llama-3"),
     ],
 )
-def test_templates_for_other_uses_are_not_taken(tmp_path: Path, listed: Any, format: str) -> None:
-    specials = OWN if format == "plain" else v.LLAMA_3
-    data = v.byte_level_json(specials, 1000, 8)
-    folder = v.write_folder(tmp_path, data, {"chat_template": listed})
-    template = ChatTemplate.from_folder(folder, Tokenizer.from_folder(folder))
+def test_templates_for_other_uses_are_not_taken(
+    tmp_path: Path, listed: Any, special: tuple[str, ...], format: str
+) -> None:
+    template = from_folder(tmp_path, {"chat_template": listed}, special)
     assert template.name == format
     (note,) = template.notes
     assert note.startswith("no default chat template in the folder")
 
 
-def test_families_are_recognised_by_their_vocabulary(tmp_path: Path) -> None:
-    def name(folder: str, tokenizer: Tokenizer) -> str:
-        template = ChatTemplate.from_folder(tmp_path / folder, tokenizer)
-        assert template.notes
-        return template.name
-
-    assert name("a", loaded.tokenizer(v.byte_level_json, v.LLAMA_3, 1000, 8)) == "built-in llama-3"
-    assert name("b", loaded.tokenizer(v.byte_level_json, v.CHATML, 1000, 8)) == "built-in chatml"
-    assert name("c", loaded.tokenizer(v.first_json, "v3")) == "built-in mistral-v3"
-    nemo = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-    assert name("d", loaded.tokenizer(v.byte_level_json, nemo, 1000, 8)) == "built-in mistral-v3"
-    assert name("mistral-7b", loaded.tokenizer("v1")) == "built-in mistral-v1"
-    assert name("zephyr-7b-beta", loaded.tokenizer("v1")) == "built-in zephyr"
-    llama_2 = loaded.tokenizer(llama_2_json)
-    assert name("Llama-2-7b-chat", llama_2) == "built-in llama-2"
-    assert name("TinyLlama-1.1B", llama_2) == "built-in tinyllama"
-    others = loaded.tokenizer(v.byte_level_json, ("<s>", "</s>"), 1000, 8)
-    assert name("unknown", others) == "plain"
-
-
 def llama_2_json() -> dict[str, Any]:
     """A vocabulary that has Llama-2's ids for its turn marker, and fillers elsewhere."""
     data = v.legacy_json("v1")
-    places = {
-        "▁[": 518,
-        "IN": 1177,
-        "ST": 1254,
-        "INST": 25580,
-        "]": 29962,
-        "▁": 29871,
-        "[": 29961,
-        "I": 29902,
-        "N": 29940,
-        "S": 29903,
-        "T": 29911,
-    }
+    places = {"▁[": 518, "IN": 1177, "ST": 1254, "INST": 25580, "]": 29962, "▁": 29871, "[": 29961}
+    places |= {"I": 29902, "N": 29940, "S": 29903, "T": 29911}
     vocab = {f"filler{id}": id for id in range(3, 32_000) if id not in places.values()}
     data["model"]["vocab"] = {"<unk>": 0, "<s>": 1, "</s>": 2, **vocab, **places}
     data["model"]["merges"] = [["▁", "["], ["I", "N"], ["S", "T"], ["IN", "ST"]]
     return data
 
 
+NEMO = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "of"),
+    [
+        ("built-in llama-3", "a", (v.byte_level_json, v.LLAMA_3, 1000, 8)),
+        ("built-in chatml", "b", (v.byte_level_json, v.CHATML, 1000, 8)),
+        ("built-in mistral-v3", "c", (v.first_json, "v3")),
+        ("built-in mistral-v3", "d", (v.byte_level_json, NEMO, 1000, 8)),
+        ("built-in mistral-v1", "mistral-7b", ("v1",)),
+        ("built-in zephyr", "zephyr-7b-beta", ("v1",)),
+        ("built-in llama-2", "Llama-2-7b-chat", (llama_2_json,)),
+        ("built-in tinyllama", "TinyLlama-1.1B", (llama_2_json,)),
+        ("plain", "unknown", (v.byte_level_json, ("<s>", "</s>"), 1000, 8)),
+    ],
+)
+def test_families_are_recognised_by_their_vocabulary(name: str, folder: str, of: Any) -> None:
+    template = ChatTemplate.from_folder(Path("/none") / folder, loaded.tokenizer(*of))
+    assert template.name == name
+    assert template.notes
+
+
 def test_built_in_formats_as_text() -> None:
     """The published text of each format, from its reference implementation's documentation."""
-    chat = [("system", "S"), ("user", "a"), ("assistant", "b"), ("user", "c")]
-    messages = [{"role": role, "content": content} for role, content in chat]
+    messages = plain(turns("a", "b", "c", system="S"))
     written = {
         "llama-2": "<s>[INST] <<SYS>>\nS\n<</SYS>>\n\na [/INST] b </s><s>[INST] c [/INST]",
         "llama-3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nS<|eot_id|>"
@@ -669,17 +613,7 @@ FAITHFUL = [
 def test_the_sandbox_writes_what_transformers_writes(source: str) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    chats = [
-        [Message("user", " hi <b>\n")],
-        [
-            Message("system", "s"),
-            Message("user", "ü"),
-            Message("assistant", ""),
-            Message("user", "\t"),
-        ],
-        [Message("user", "a"), Message("assistant", "b"), Message("user", "c " * 500)],
-    ]
-    for chat in chats:
+    for chat in (turns(" hi <b>\n"), turns("ü", "", "\t", system="s"), turns("a", "b", "c " * 500)):
         given = {"add_generation_prompt": True, **SP}
         variables = {"messages": plain(chat), "tools": None, "documents": None, **given}
         try:
@@ -744,8 +678,6 @@ HOSTILE = {
     "private name": "{% set n = namespace(_x=1) %}",
     "environment": "{{ environment.tick() }}",
 }
-
-
 SLOW = ("nested loops", "loops in sums", "macro tree", "power", "power of powers", "pairs")
 SLOW += ("pairs compared", "loop condition", "sorting", "many strings")
 """Each takes all of the second that it may. By day it may take a tenth of that."""
@@ -785,16 +717,19 @@ def test_hostile_templates_are_stopped(
         assert int(status.split("VmHWM:")[1].split()[0]) < 512 << 10  # KiB
 
 
-def test_a_text_may_have_four_million_characters_and_some_more() -> None:
+def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> None:
     source = "{% for i in range(COUNT) %}{{ 'a' * 65536 }}{% endfor %}"
     assert len(render(source.replace("COUNT", "64"), "t", {})) == 4 << 20
     with pytest.raises(CorruptModel, match="it wrote more than 4,194"):
         render(source.replace("COUNT", "66"), "t", {})
+    text = "All work and no play. " * 200_000
+    variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
+    assert render(PUBLISHED["own"], "t", variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
+    names = DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] }}"
+    assert render(names, "t", {}) == "[<namespace>]"
 
 
-def test_the_next_rendering_is_none_the_worse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_rendering_is_none_the_worse(tmp_path: Path, monkeypatch: Any) -> None:
     given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.1)
     for name in ("nested loops", "output"):
         with pytest.raises(CorruptModel, match="was stopped"):
@@ -813,98 +748,77 @@ def test_a_process_that_is_gone_is_started_again() -> None:
     assert process()._running is not running
 
 
-def _python(path: Path, text: str) -> str:
-    """What is started in the place of Python."""
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], _Process]:
+    """A process that starts a shell with these lines in the place of Python, or nothing."""
+
+    def in_place(lines: str | None) -> _Process:
+        path = tmp_path / "python"
+        if lines is not None:
+            path.write_text(f"#!/bin/sh\n{lines}\n")
+            path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+        return _Process()
+
+    return in_place
 
 
-def test_it_imports_from_where_this_process_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_imports_from_where_this_process_does(python: Any, monkeypatch: Any) -> None:
     """A Python without site-packages, as where packages are in PYTHONPATH."""
-    bare = _python(tmp_path / "python", f'exec {sys.executable} -S "$@"')
-    monkeypatch.setattr(sys, "executable", bare)
-    assert _Process().ask({"source": "{{ 1 + 1 }}", "data": {}})[1] == "2"
+    bare = python(f'exec {sys.executable} -S "$@"')
+    assert bare.ask({"source": "{{ 1 + 1 }}", "data": {}})[1] == "2"
     monkeypatch.setattr(sys, "path", ["."])
     with pytest.raises(TemplatesUnavailable, match="No module named 'jinja2'"):
         _Process().ask({"source": "", "data": {}})
 
 
 @pytest.mark.parametrize(
-    ("python", "why"),
+    ("lines", "why"),
     [(None, "No such file"), ("exit 3", "it ended"), ("echo what; exec cat", "what")],
 )
 def test_a_process_that_cannot_be_started_is_no_fault_of_the_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None, why: str
+    python: Any, lines: str | None, why: str
 ) -> None:
-    path = tmp_path / "python"
-    monkeypatch.setattr(sys, "executable", _python(path, python) if python else str(path))
-    started = _Process()
+    started = python(lines)
     started.start()  # says nothing: there may be no template to render
     with pytest.raises(TemplatesUnavailable, match=why):
         started.ask({"source": "", "data": {}})
 
 
-def test_a_text_that_ends_early_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = _python(
-        tmp_path / "python", """echo '{}'; read line; echo '{"bytes": 1000}'; printf xxxxxx"""
-    )
-    monkeypatch.setattr(sys, "executable", cut)
-    found, text = _Process().ask({"source": "", "data": {}})
+def test_a_text_that_ends_early_is_no_text(python: Any) -> None:
+    cut = python("""echo '{}'; read line; echo '{"bytes": 1000}'; printf xxxxxx""")
+    found, text = cut.ask({"source": "", "data": {}})
     assert (list(found), text) == (["stopped"], "")
 
 
 def test_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, popen = [], subprocess.Popen
-
-    def counted(*args: Any, **given: Any) -> Any:
-        started.append(popen(*args, **given))
-        return started[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", counted)
-    one = _Process()
+    started, one = Mock(wraps=subprocess.Popen), _Process()
+    monkeypatch.setattr(subprocess, "Popen", started)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: one.start(), range(8)))
-    assert len(started) == 1
+    assert started.call_count == 1
 
 
 def test_ctrl_c_within_a_rendering_leaves_no_reply_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Any:
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        patch.setattr(_Process, "_exchange", interrupted)
+        patch.setattr(_Process, "_exchange", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             render("{{ 'first' }}", "t", {})
     assert render("{{ 'second' }}", "t", {}) == "second"
 
 
-def test_names_are_printed_without_what_they_hold() -> None:
-    source = DOUBLE.format("1", "namespace(a=[n.x, n.x])") + "{{ [n.x] }}"
-    assert render(source, "t", {}) == "[<namespace>]"
-
-
 def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the program that uses minikv ignores the signal of the deadline."""
     monkeypatch.setattr(rendering, "_WAIT", 20.0)
-    found: list[dict[str, Any]] = []
-    one = _Process()
-
-    def work() -> None:
-        found.append(one.ask({"source": HOSTILE["nested loops"], "data": {}})[0])
-
+    one, endless = _Process(), {"source": HOSTILE["nested loops"], "data": {}}
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
     try:
         one.start()
     finally:
         signal.signal(signal.SIGPROF, before)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert found == [{"stopped": "it ran for too long"}]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = pool.submit(one.ask, endless).result(30)[0]
+    assert found == {"stopped": "it ran for too long"}
 
 
 @pytest.mark.parametrize(
@@ -919,32 +833,19 @@ def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> No
     ],
 )
 def test_what_a_template_says_of_itself_is_cut(source: str, tmp_path: Path) -> None:
-    folder = v.write_folder(
-        tmp_path,
-        v.byte_level_json(OWN, 1000, 8),
-        {"chat_template": source * (len(source) // 300_000 * 9 + 1)},  # two megabytes
-    )
-    tokenizer = Tokenizer.from_folder(folder)
+    config = {"chat_template": source * (len(source) // 300_000 * 9 + 1)}  # two megabytes
     with pytest.raises((CorruptModel, UnsupportedModel)) as caught:
-        ChatTemplate.from_folder(folder, tokenizer)
+        from_folder(tmp_path, config)
     assert len(str(caught.value)) < 400
     assert str(caught.value).isprintable()
 
 
-def test_long_documents_pass_the_bounds() -> None:
-    text = "All work and no play. " * 200_000
-    variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
-    assert render(PUBLISHED["own"], "t", variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
-
-
 def test_hostile_templates_are_refused_with_the_folder(tmp_path: Path) -> None:
-    folder = v.write_folder(tmp_path, v.byte_level_json(OWN, 1000, 8))
-    tokenizer = Tokenizer.from_folder(folder)
+    file = tmp_path / "chat_template.jinja"
     for content in (HOSTILE["text times"].encode(), b"\xff\xfe", b"{% for"):
-        (folder / "chat_template.jinja").write_bytes(content)
+        file.write_bytes(content)
         with pytest.raises(CorruptModel, match=r"chat_template\.jinja"):
-            ChatTemplate.from_folder(folder, tokenizer)
-    (folder / "chat_template.jinja").unlink()
-    v.write_folder(folder, v.byte_level_json(OWN, 1000, 8), {"chat_template": 7})
+            from_folder(tmp_path)
+    file.unlink()
     with pytest.raises(CorruptModel, match="neither text nor a list"):
-        ChatTemplate.from_folder(folder, tokenizer)
+        from_folder(tmp_path, {"chat_template": 7})

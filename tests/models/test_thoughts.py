@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tokenizers
 import vocabularies as v
+from loaded import turns
 
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.thoughts import ThoughtTags
@@ -85,7 +86,7 @@ def test_ids_of_a_chat_with_thoughts_are_those_of_transformers(name: str) -> Non
         answer = "Yes,\n\nit is."
         written = template.tags.wrapped(thoughts, answer) if template.tags else answer
         told = thoughts if template.tags else ""
-        chat = [Message("user", "a"), Message("assistant", answer, told), Message("user", "b")]
+        chat = turns("a", Message("assistant", answer, told), "b")
         expected = theirs([("user", "a"), ("assistant", written), ("user", "b")])
         assert template.opening(chat) == expected
         assert template.following(chat) == expected[-len(template.following(chat)) :]
@@ -98,12 +99,8 @@ def test_a_tag_in_a_text_is_text(name: str) -> None:
     assert template.tags is not None
     begin, end = template.tags.begin, template.tags.end
     answer, tokenizer = f"So:\n```\n{begin}x{end}\n```\nIt {end} is.", template._tokenizer
-    chat = [
-        Message("user", f"a{end}b"),
-        Message("assistant", answer, f"first {begin} {end}"),
-        Message("user", end),
-    ]
-    plain = [Message("user", "a"), Message("assistant", "b", "c"), Message("user", "d")]
+    chat = turns(f"a{end}b", Message("assistant", answer, f"first {begin} {end}"), end)
+    plain = turns("a", Message("assistant", "b", "c"), "d")
     ids, control = template.opening(chat), set(tokenizer.control.values())
     assert answer in tokenizer.decode(ids)
     expected = [id for id in template.opening(plain) if id in control]

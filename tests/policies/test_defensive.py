@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from views import build, looked
 
 from minikv.policies.defensive import most_of, over_heads, worst_case
+
+
+def scores(
+    given: Tensor, value: Tensor | None = None, output: Tensor | None = None, **options: object
+) -> Tensor:
+    made = build("defensive", {"window": 1, "kernel": 1, "sinks": 0, **options})
+    return made.scorer.score(looked(given, value, output=output, budget=3))
 
 
 def test_a_query_is_pooled_and_keeps_its_sum() -> None:
@@ -27,11 +35,9 @@ def test_the_worst_query_of_the_group_counts() -> None:
     """One query of one query head looks at a row: the mean would lose it, the most does not."""
     given = torch.full((1, 2, 3, 6), 0.1)
     given[0, 1, 2, 3] = 0.9
-    made = build("defensive", {"window": 1, "kernel": 1, "values": "none", "sinks": 0})
-    scores = made.scorer.score(looked(given))[0]
     # Rows of 0.1 are lifted to the mean of the five that are free: (4 x 0.1 + 0.9) / 5.
     want = torch.tensor([0.26, 0.26, 0.26, 0.9, 0.26, -torch.inf])
-    torch.testing.assert_close(scores, want)
+    torch.testing.assert_close(scores(given, values="none")[0], want)
 
 
 def test_values_weigh_by_their_length_behind_the_output() -> None:
@@ -39,18 +45,17 @@ def test_values_weigh_by_their_length_behind_the_output() -> None:
     given = torch.full((1, 2, 2, 4), 0.25)
     value = torch.tensor([[[2.0], [1.0], [4.0], [1.0]]])
     output = torch.tensor([[[[1.0, -1.0]], [[0.0, 3.0]]]])
-    made = build("defensive", {"window": 1, "kernel": 1, "sinks": 0})
-    scores = made.scorer.score(looked(given, value, output=output))[0]
-    torch.testing.assert_close(scores[:3], 0.25 * torch.tensor([5.0, 2.5, 10.0]))
+    found = scores(given, value, output)[0, :3]
+    torch.testing.assert_close(found, 0.25 * torch.tensor([5.0, 2.5, 10.0]))
 
 
 def test_sinks_are_protected_unless_that_is_off() -> None:
     """Attention sinks have values of little length; what the scorer protects gets no score."""
     given, value = torch.full((1, 1, 1, 9), 0.1), torch.ones(1, 9, 1)
-    for options, count in (({}, 4), ({"sinks": 0}, 0)):
-        made = build("defensive", {"window": 1, "kernel": 1} | options)
-        scores = made.scorer.score(looked(given, value, output=torch.ones(1, 1, 1, 1)))[0]
-        assert scores[:8].isneginf().tolist() == [True] * count + [False] * (8 - count)
+    assert build("defensive").scorer.evidence.sinks == 4  # by default
+    for sinks in (4, 0):
+        found = scores(given, value, torch.ones(1, 1, 1, 1), sinks=sinks)[0, :8]
+        assert found.isneginf().tolist() == [True] * sinks + [False] * (8 - sinks)
 
 
 def test_the_release_weighs_values_by_their_share_of_all_heads() -> None:
@@ -71,12 +76,7 @@ def test_the_release_takes_most_of_the_attention_first() -> None:
     given = torch.cat((given, torch.zeros(1, 1, 1, 1)), -1)
     value = torch.tensor([[[9.0], [0.1], [5.0], [0.1], [1.0]]])
     output = torch.ones(1, 1, 1, 1)
-    plain, sure = (
-        build("defensive", {"window": 1, "kernel": 1, "sure": share, "sinks": 0}).scorer.score(
-            looked(given, value, output=output, budget=3)
-        )
-        for share in (0.0, 0.9)
-    )
+    plain, sure = (scores(given, value, output, sure=share) for share in (0.0, 0.9))
     assert plain[0].argsort(descending=True).tolist()[:2] == [0, 2]
     assert set(sure[0].topk(3).indices.tolist()) == {0, 1, 3}
 
@@ -101,9 +101,8 @@ def test_heads_weighs_by_the_share_of_all_heads() -> None:
     given = torch.full((2, 1, 1, 3), 0.25)
     value = torch.tensor([[[1.0], [1.0], [1.0]], [[3.0], [1.0], [1.0]]])
     output = torch.ones(2, 1, 1, 1)
-    made = build("defensive", {"window": 1, "kernel": 1, "values": "heads", "sinks": 0})
-    scores = made.scorer.score(looked(given, value, output=output))
-    torch.testing.assert_close(scores[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
+    found = scores(given, value, output, values="heads")
+    torch.testing.assert_close(found[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
 
 
 def test_padding_counts_for_no_head() -> None:

@@ -27,6 +27,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.kernels.layer.plain import rotate
+from minikv.kernels.mass import plain as attention_mass
 from minikv.models.rope import RopeConfig, Rotary, Rotation
 from minikv.policies import kvcrush
 from minikv.policies.base import Evidence, PromptView, Scorer
@@ -84,19 +85,14 @@ def options(params: dict[str, Any]) -> dict[str, object]:
     }
 
 
-def run_prompt(kv: KVCache, params: dict[str, Any], data: dict[str, Tensor]) -> list[list[int]]:
-    key = data["k"].transpose(0, 1)  # [N, Hk, d]
-    query = torch.zeros(params["N"], params["Hk"] * params["G"], params["d"])
-    query[-params["W"] :] = data["q_window"].transpose(0, 1)
-    return feed(kv, query, key)
-
-
-def feed(kv: KVCache, query: Tensor, key: Tensor) -> list[list[int]]:
-    """Read a prompt of rows query [N, H, d] and key [N, Hk, d] in every layer; the kept sets."""
+def feed(kv: KVCache, query: Tensor, key: Tensor, value: Tensor | None = None) -> list[list[int]]:
+    """Read a prompt of rows query [N, H, d], key and value [N, Hk, d] in every layer; the kept
+    sets. value: if None, the keys."""
     kv.begin(len(key))
+    rows = query, key, key if value is None else value
     for layer in range(kv.shape.layers):
         for lo in range(0, len(key), 64):
-            kv.attend(layer, query[lo : lo + 64], key[lo : lo + 64], key[lo : lo + 64])
+            kv.attend(layer, *(x[lo : lo + 64] for x in rows))
     kv.end(len(key))
     return kept(kv)
 
@@ -132,7 +128,9 @@ def test_attention_of_the_last_window(name: str, tensors: dict[str, Tensor]) -> 
     policy = policies.prompt_policy({"pyramid": "pyramidkv"}.get(kind, kind), given)
     layers = params.get("L", 1)
     kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"], layers)
-    kept = run_prompt(kv, params, data)
+    query = torch.zeros(params["N"], params["Hk"] * params["G"], params["d"])
+    query[-params["W"] :] = data["q_window"].transpose(0, 1)
+    kept = feed(kv, query, data["k"].transpose(0, 1))
     assert kept == ragged(data["expected_kept"], data["expected_kept_len"].flatten())
     if kind == "adakv":
         assert [len(rows) for rows in kept] == data["expected_budget"].tolist()
@@ -141,8 +139,6 @@ def test_attention_of_the_last_window(name: str, tensors: dict[str, Tensor]) -> 
 @pytest.mark.parametrize("name", of("snapkv") + of("adakv"))
 def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
     """The pooled scores themselves, to 2e-4, where the case has them."""
-    from minikv.kernels.mass import plain as attention_mass
-
     params, data = opened(name, tensors)
     n, w = params["N"], params["W"]
     pos = torch.arange(n)
@@ -166,14 +162,8 @@ def test_scores(name: str, tensors: dict[str, Tensor]) -> None:
 def test_streaming(name: str, tensors: dict[str, Tensor]) -> None:
     params, data = opened(name, tensors)
     given = {"sinks": params["start"]}
-    kv = one_layer(
-        2,
-        2,
-        4,
-        policies.prompt_policy("streaming", given),
-        policies.step_policy("streaming", given),
-        params["start"] + params["recent"],
-    )
+    both = build("streaming", given), rule("streaming", given)
+    kv = one_layer(2, 2, 4, *both, params["start"] + params["recent"])
     want = ragged(data["expected_kept"], data["expected_kept_len"])
     for (kind, count), rows in zip(data["events"].tolist(), want, strict=True):
         if kind != 1:
@@ -184,26 +174,6 @@ def test_streaming(name: str, tensors: dict[str, Tensor]) -> None:
         if kind == 2 and count > params["recent"]:
             continue  # the release does not trim after a later block; ours always ends at B
         assert kept(kv) == [rows] * 2
-
-
-@pytest.mark.parametrize("name", of("roco"))
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_roco(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
-    """The release exempts the prompt and counts b over the answer: here the prompt's P rows are
-    sinks, the cap is P + b, and `scope` is chosen so that as many rows are saved, int(0.3 b)."""
-    params, data = opened(name, tensors)
-    first, b = params["P"], params["b"]
-    saved = int(0.3 * b) + first
-    policy = policies.step_policy(
-        "roco", {"sinks": first, "recent": 10, "scope": (saved + 0.5) / (first + b)}
-    )
-    kv = one_layer(params["Hk"], params["G"], params["d"], None, policy, first + b, kernels=kernels)
-    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    feed(kv, query[:first], key[:first])
-    victims = data["victims"].tolist()
-    assert sum(v >= 0 for row in victims for v in row) == 2 * (params["steps"] - b)
-    follow(kv, query, key, victims)
-    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
 
 
 @pytest.mark.parametrize("name", like("pyramid_budgets"))
@@ -224,104 +194,103 @@ def test_pyramid_budgets(name: str, tensors: dict[str, Tensor]) -> None:
         assert max(line) <= max(tokens, budget)
 
 
-@pytest.mark.parametrize("name", of("nacl"))
-def test_nacl_without_its_draw(name: str, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("name", of("nacl") + like("h2o_prefill"))
+def test_attention_summed_over_queries(name: str, tensors: dict[str, Tensor]) -> None:
+    """NaCl without its draw, and H2O."""
     params, data = opened(name, tensors)
-    given = {"proxies": params["proxies"], "sinks": params["sinks"], "random": 0.0}
-    kv = one_layer(
-        params["H"], 1, params["d"], policies.prompt_policy("nacl", given), None, params["B"]
-    )
-    query = torch.zeros(params["N"], params["H"], params["d"])
-    query[-params["proxies"] :] = data["q_proxy"].transpose(0, 1)
+    heads, size, key = params.get("Hk", params.get("H")), params["d"], data["k"].transpose(0, 1)
+    if CASES[name]["policy"] == "nacl":
+        given = {"proxies": params["proxies"], "sinks": params["sinks"], "random": 0.0}
+        query = torch.zeros(params["N"], heads, size)
+        query[-params["proxies"] :] = data["q_proxy"].transpose(0, 1)
+        policy = build("nacl", given)
+    else:
+        query, policy = data["q"].transpose(0, 1), build("h2o", {"window": params["W"]})
+    kv = one_layer(heads, params["G"], size, policy, None, params["B"])
     want = ragged(data["expected_kept"], data["expected_kept_len"])
-    assert feed(kv, query, data["k"].transpose(0, 1)) == want
+    assert feed(kv, query, key) == want
 
 
-@pytest.mark.parametrize("name", like("h2o_prefill"))
-def test_h2o_prompt(name: str, tensors: dict[str, Tensor]) -> None:
-    params, data = opened(name, tensors)
-    policy = policies.prompt_policy("h2o", {"window": params["W"]})
-    kv = one_layer(params["Hk"], params["G"], params["d"], policy, None, params["B"])
-    want = ragged(data["expected_kept"], data["expected_kept_len"])
-    assert feed(kv, data["q"].transpose(0, 1), data["k"].transpose(0, 1)) == want
+Named = tuple[str, dict[str, object]]
+"""A policy and its options."""
 
 
+def written(name: str, p: dict[str, Any]) -> tuple[Named | None, Named, int]:
+    """The prompt policy, step policy and budget of a case in which an answer is written.
+
+    EasyKV exempts the prompt and counts b over the answer: here the prompt's P rows are sinks, the
+    cap is P + b, and `scope` is chosen so that as many rows are saved, int(0.3 b)."""
+    kind = name.removeprefix("easykv_decode_")
+    if kind != name:
+        sinks, cap = p["P"], p["P"] + p["b"]
+        saved, recent = int(0.3 * p["b"]) + sinks, p["recent"]
+        options: dict[str, tuple[str, dict[str, object]]] = {
+            "roco": ("roco", {"recent": 10, "scope": (saved + 0.5) / cap}),
+            "h2o": ("h2o", {"recent_share": (recent + 0.5) / cap}),
+            "tova_head": ("tova", {"per_head": True, "protect_newest": False}),
+            "recency": ("streaming", {}),
+        }
+        policy, given = options[kind]
+        return None, (policy, given | {"sinks": sinks}), cap
+    if name.startswith("hashevict"):
+        given = {name: p[name] for name in ("bits", "sinks", "recent", "hash_with")}
+        return None, ("hashevict", given), p["C"]
+    if name == "l2_trace":
+        return None, ("l2", {"sinks": p["sinks"], "recent": p["recent"]}), p["C"]
+    if name == "h2o_decode_mha":
+        share = {"recent_share": p["recent"] / p["B"]}
+        return ("h2o", {"window": p["recent"]}), ("h2o", share), p["B"]
+    free: dict[str, object] = {"protect_newest": False}
+    return ("tova", free), ("tova", free), p["B"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *like("easykv_decode"),
+        *("h2o_decode_mha", "tova_one_shot", "tova_trace", "l2_trace"),
+        *("hashevict_key_b8", "hashevict_key_b16_filling"),
+    ],
+)
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_h2o_steps(kernels: str, tensors: dict[str, Tensor]) -> None:
-    """Its sums run on from the prompt's: the accumulators are compared, too."""
-    params, data = opened("h2o_decode_mha", tensors)
-    prompt = policies.prompt_policy("h2o", {"window": params["recent"]})
-    step = policies.step_policy("h2o", {"recent_share": params["recent"] / params["B"]})
-    kv = one_layer(params["H"], 1, params["d"], prompt, step, params["B"], kernels=kernels)
-    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    first = ragged(data["expected_kept_after_prefill"], data["expected_kept_after_prefill_len"])
-    assert feed(kv, query[: params["N"]], key[: params["N"]]) == first
-    follow(kv, query, key, data["victims"].tolist())
-    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
-    index, live = kv.arena.index(0)
-    sums, pos = kv.arena.columns["sum"][index], kv.arena.columns["pos"][index]
-    mine = [sums[h, live[h]][pos[h, live[h]].argsort()] for h in range(params["H"])]
-    torch.testing.assert_close(
-        torch.cat(mine), data["expected_final_acc"].flatten(), rtol=2e-4, atol=1e-6
-    )
-
-
-@pytest.mark.parametrize("name", ["tova_one_shot", "tova_trace"])
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_tova(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
+def test_an_answer_loses_the_rows_that_the_release_loses(
+    kernels: str, name: str, tensors: dict[str, Tensor]
+) -> None:
+    """After a prompt, token by token. Of H2O the sums, which run on from the prompt's, too."""
     params, data = opened(name, tensors)
-    given = {"protect_newest": False}
+    prompt, (policy, given), budget = written(name, params)
+    step = rule(policy, given)
+    if policy == "hashevict":
+        step.matrices[0] = data["R"]  # type: ignore[attr-defined]
+    heads, group = params.get("Hk", params.get("H")), params.get("G", 2)
+    first = params["P"] if "P" in params else params["N"]
     kv = one_layer(
-        params["Hk"],
-        params["G"],
-        params["d"],
-        policies.prompt_policy("tova", given),
-        policies.step_policy("tova", given),
-        params["B"],
-        kernels=kernels,
+        heads, group, params["d"], build(*prompt) if prompt else None, step, budget, kernels=kernels
     )
-    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    first = feed(kv, query[: params["N"]], key[: params["N"]])
-    assert first == [data["expected_kept_after_prefill"].tolist()] * params["Hk"]
-    follow(kv, query, key, [[v] * params["Hk"] for v in data["victims"].tolist()])
-    assert kept(kv) == [data["expected_final_kept"].tolist()] * params["Hk"]
-
-
-@pytest.mark.parametrize("name", ["h2o", "tova_head", "recency"])
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_easykv_steps(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
-    """As in `test_roco`: the prompt's rows are sinks here, which never leave."""
-    params, data = opened(f"easykv_decode_{name}", tensors)
-    first, cap = params["P"], params["P"] + params["b"]
-    step = {
-        "h2o": lambda: policies.step_policy(
-            "h2o", {"sinks": first, "recent_share": (params["recent"] + 0.5) / cap}
-        ),
-        "tova_head": lambda: policies.step_policy(
-            "tova", {"sinks": first, "per_head": True, "protect_newest": False}
-        ),
-        "recency": lambda: policies.step_policy("streaming", {"sinks": first}),
-    }[name]()
-    kv = one_layer(params["Hk"], params["G"], params["d"], None, step, cap, kernels=kernels)
-    query, key = data["q"].transpose(0, 1), data["k"].transpose(0, 1)
-    feed(kv, query[:first], key[:first])
-    follow(kv, query, key, data["victims"].tolist())
-    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
-
-
-@pytest.mark.parametrize("name", ["hashevict_key_b8", "hashevict_key_b16_filling"])
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_hashevict(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
-    params, data = opened(name, tensors)
-    given = {name: params[name] for name in ("bits", "sinks", "recent", "hash_with")}
-    step = policies.step_policy("hashevict", given)
-    step.matrices[0] = data["R"]  # type: ignore[union-attr]
-    kv = one_layer(params["Hk"], 2, params["d"], None, step, params["C"], kernels=kernels)
     key = data["k"].transpose(0, 1).contiguous()
-    query = torch.randn(len(key), 2 * params["Hk"], params["d"])
-    feed(kv, query[: params["P"]], key[: params["P"]])
-    follow(kv, query, key, data["victims"].tolist())
-    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
+    query = torch.randn(len(key), heads * group, params["d"])
+    query = data["q"].transpose(0, 1) if "q" in data else query
+
+    def rows(role: str) -> list[list[int]]:
+        """Of each head; TOVA's are the same in all."""
+        lengths = data.get(f"{role}_len")
+        alike = [data[role].tolist()] * heads
+        return alike if lengths is None else ragged(data[role], lengths)
+
+    read = feed(kv, query[:first], key[:first])
+    if prompt:
+        assert read == rows("expected_kept_after_prefill")
+    gone = data["victims"]
+    follow(kv, query, key, (gone if gone.dim() > 1 else gone[:, None].expand(-1, heads)).tolist())
+    assert kept(kv) == rows("expected_final_kept")
+    if policy == "roco":
+        assert int((gone >= 0).sum()) == 2 * (params["steps"] - params["b"])
+    if policy == "h2o" and prompt:
+        index, live = kv.arena.index(0)
+        sums, pos = kv.arena.columns["sum"][index], kv.arena.columns["pos"][index]
+        mine = [sums[h, live[h]][pos[h, live[h]].argsort()] for h in range(heads)]
+        want = data["expected_final_acc"].flatten()
+        torch.testing.assert_close(torch.cat(mine), want, rtol=2e-4, atol=1e-6)
 
 
 def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
@@ -357,18 +326,11 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 def test_l2(kernels: str, tensors: dict[str, Tensor]) -> None:
     params, data = opened("l2_one_shot", tensors)
-    policy = policies.prompt_policy("l2", {"sinks": 0, "recent": 0})
+    policy = build("l2", {"sinks": 0, "recent": 0})
     kv = one_layer(params["Hk"], 1, params["d"], policy, None, params["B"], kernels=kernels)
     key = data["k"].transpose(0, 1)
     want = ragged(data["expected_kept"], data["expected_kept_len"])
     assert feed(kv, torch.randn_like(key), key) == want
-    params, data = opened("l2_trace", tensors)
-    step = policies.step_policy("l2", {"sinks": params["sinks"], "recent": params["recent"]})
-    kv = one_layer(params["Hk"], 1, params["d"], None, step, params["C"], kernels=kernels)
-    key = data["k"].transpose(0, 1)
-    feed(kv, torch.randn_like(key[: params["P"]]), key[: params["P"]])
-    follow(kv, torch.randn_like(key), key, data["victims"].tolist())
-    assert kept(kv) == ragged(data["expected_final_kept"], data["expected_final_kept_len"])
 
 
 def kvpress(name: str) -> tuple[str, dict[str, object]]:
@@ -411,7 +373,7 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
     policy, given = kvpress(name)
     key = data["k"].transpose(0, 1)
     query = data["q"].transpose(0, 1) if "q" in data else torch.randn(len(key), heads * group, size)
-    value = data["v"].transpose(0, 1) if "v" in data else key
+    value = data["v"].transpose(0, 1) if "v" in data else None
     rope = RopeConfig(theta=10_000.0)
     if "q_prerope" in data:
         query = rotate(
@@ -424,11 +386,8 @@ def test_kvpress(name: str, tensors: dict[str, Tensor]) -> None:
         output=lambda layer: data["w_o"].view(heads, group, size, -1),
         rotary=Rotation((rope,), size),
     )
-    kv.begin(len(key))
-    for lo in range(0, len(key), 64):
-        kv.attend(0, query[lo : lo + 64], key[lo : lo + 64], value[lo : lo + 64])
-    kv.end(len(key))
-    assert kept(kv) == ragged(data["expected_kept"], data["expected_kept_len"])
+    want = ragged(data["expected_kept"], data["expected_kept_len"])
+    assert feed(kv, query, key, value) == want
 
 
 def test_kvpress_pyramid_budgets(tensors: dict[str, Tensor]) -> None:

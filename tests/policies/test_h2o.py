@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import torch
 from small import engine, ids, network
-from views import build, view
+from views import build, kept, read, view
 
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
@@ -21,11 +20,9 @@ def test_h2o_keeps_the_newest_half() -> None:
     for options, newest in (({}, 30), ({"recent_share": 0.25}, 15), ({"window": 7}, 7)):
         run = engine(network(), "h2o", "none", 60, prompt_options=options)
         run.prompt(ids(200))
-        for layer in range(3):
-            for head in range(3):
-                kept = run.kv.kept(layer, head)
-                assert len(kept) == 60
-                assert kept[-newest:].tolist() == list(range(200 - newest, 200))
+        for rows in kept(run.kv):
+            assert len(rows) == 60
+            assert rows[-newest:] == [*range(200 - newest, 200)]
 
 
 def test_h2o_counts_what_rows_got_before_the_prompt() -> None:
@@ -50,9 +47,7 @@ def test_a_later_prompt_of_h2o_keeps_what_earlier_ones_looked_at() -> None:
         Rules(build("h2o"), step_policy("h2o"), Budget.parse(50)),
     )
     for lo, hi in ((0, 40), (40, 70)):
-        cache.begin(hi - lo)
-        cache.attend(0, query[lo:hi], key[lo:hi], key[lo:hi])
-        cache.end(hi - lo)
+        read(cache, query[None], key[None], lo, hi)
     for head in range(2):
         both, second = p[head].sum(0)[:45], p[head, 40:].sum(0)[:45]
         want = [*sorted(both.topk(25).indices.tolist()), *range(45, 70)]
@@ -64,7 +59,6 @@ def test_h2o_chooses_one_row_at_least() -> None:
     """Beside the first rows and the newest, however large their share is."""
     run = engine(network(), "h2o", "none", 10, prompt_options={"recent_share": 0.95, "sinks": 4})
     run.prompt(ids(60))
-    heads = itertools.product(range(3), range(3))
-    kept = [run.kv.kept(layer, head).tolist() for layer, head in heads]
-    assert {(*rows[:4], *rows[5:]) for rows in kept} == {(0, 1, 2, 3, 55, 56, 57, 58, 59)}
-    assert len({rows[4] for rows in kept}) > 1  # not one more of the newest
+    found = kept(run.kv)
+    assert {(*rows[:4], *rows[5:]) for rows in found} == {(0, 1, 2, 3, 55, 56, 57, 58, 59)}
+    assert len({rows[4] for rows in found}) > 1  # not one more of the newest

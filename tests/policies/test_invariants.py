@@ -28,7 +28,7 @@ from small import (
     spell,
 )
 from torch import Tensor
-from views import build, kept, rule, view
+from views import build, kept, read, rule, view, write
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -66,22 +66,6 @@ def cache(
     return KVCache(form, Rules(prompt, step, Budget.parse(budget), stride))
 
 
-def read(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
-    """Rows lo..hi as a prompt."""
-    kv.begin(hi - lo)
-    for layer, (query, key) in enumerate(zip(*made, strict=True)):
-        kv.attend(layer, query[lo:hi], key[lo:hi], key[lo:hi])
-    kv.end(hi - lo)
-
-
-def write(kv: KVCache, made: Rows, lo: int, hi: int) -> None:
-    """Rows lo..hi as an answer."""
-    for at in range(lo, hi):
-        for layer, (query, key) in enumerate(zip(*made, strict=True)):
-            kv.attend(layer, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        kv.end(1)
-
-
 @given(st.sampled_from(COMPOSITIONS), st.integers(0, 4), st.sampled_from(policies.step_names()))
 @BRIEF
 def test_any_composition_on_a_large_budget_changes_no_bit(
@@ -110,9 +94,9 @@ def test_rocos_counters_are_ages(stride: int, seed: int, first: int) -> None:
     policy = rule("roco")
     assert policy.observe >= first
     kv = cache(made, None, policy, 24, stride)
-    read(kv, made, 0, first)
-    write(kv, made, first, first + 45)
-    read(kv, made, first + 45, first + 60)
+    read(kv, *made, 0, first)
+    write(kv, *made, first, first + 45)
+    read(kv, *made, first + 45, first + 60)
     index, live = kv.arena.index(0)
     pos, count = (kv.arena.columns[name][index][live] for name in ("pos", "count"))
     assert torch.equal(count, (kv.position - pos).float())
@@ -145,8 +129,8 @@ def streamed(seed: int, sinks: int, budget: int, tokens: int, data: st.DataObjec
         made = rows(seed + i, tokens)
         kv = cache(made, policy, decode, budget, stride)
         for lo, hi in itertools.pairwise([0, *dict.fromkeys(ends)]):
-            read(kv, made, lo, hi)
-        write(kv, made, ends[-1], tokens)
+            read(kv, *made, lo, hi)
+        write(kv, *made, ends[-1], tokens)
         assert kept(kv) == [want] * 2, (i, ends)
 
 

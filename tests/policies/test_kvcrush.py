@@ -12,11 +12,14 @@ from minikv.policies.kvcrush import anchor
 
 def test_kvcrush_anchors() -> None:
     marks = torch.tensor([True, False])  # what most rows have
-    assert anchor("mean", marks, 0, 0).tolist() == [True, False]
-    assert anchor("inv_mean", marks, 0, 0).tolist() == [False, True]
-    assert anchor("zeros", marks, 0, 0).tolist() == [False, False]
-    assert anchor("ones", marks, 0, 0).tolist() == [True, True]
-    assert anchor("alternate", marks, 0, 0).tolist() == [False, True]
+    for kind, bits in (
+        ("mean", [True, False]),
+        ("inv_mean", [False, True]),
+        ("zeros", [False, False]),
+        ("ones", [True, True]),
+        ("alternate", [False, True]),
+    ):
+        assert anchor(kind, marks, 0, 0).tolist() == bits, kind
     drawn = torch.stack([anchor("random", marks, 0, layer) for layer in range(400)])
     assert 0.4 < float(drawn.float().mean()) < 0.6
 

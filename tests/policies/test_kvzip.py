@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from views import build
+from views import build, looked
 
 from minikv.policies.base import PromptView
 from minikv.policies.kvzip import KVzip
@@ -83,9 +84,7 @@ def test_what_is_asked_for() -> None:
     assert some[0].ids == (1, 2, 4, *range(104, 120))
     assert some[1].ids == (3, 117, 118, 119, 4, *range(120, 136))
     assert some[2].ids == (3, 133, 134, 135, 4, *range(136, 150))
-
-
-def test_the_overlap_never_reaches_the_first_rows() -> None:
+    # The overlap never reaches the first rows.
     some = kvzip(chunk=16, overlap=64).second_pass(range(100, 140), 4, WORDS, 1000)
     assert some[1].ids[1:17] == tuple(range(104, 120))
 
@@ -107,19 +106,12 @@ def prompt_view(
 ) -> PromptView:
     """One head, positions 0, 1, ...; the last prompt begins at `begin`."""
     count = len(worth)
-    pos = torch.arange(count)[None]
-    return PromptView(
-        0,
-        count,
-        pos,
-        0,
-        None,
-        None,
-        lambda: torch.zeros(1, count, 1),
-        lambda: torch.zeros(1, count, 1),
-        {"worth": torch.tensor([worth])},
+    return replace(
+        looked(torch.zeros(1, 1, 1, count), budget=budget),
+        mass=None,
+        squares=None,
+        carried={"worth": torch.tensor([worth])},
         turns=[(begin, count)],
-        budget=budget,
         peak=None if peak is None else torch.tensor([peak]),
         asks=asks,
     )

@@ -1,16 +1,16 @@
-"""`+global`: one budget over all layers and heads, for every scorer."""
+"""`+global`: one budget over all layers and heads, for every scorer. `+turns`: the ends of turns
+are preferred."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from small import engine, ids, network
-from views import build
+from views import build, kept, view
 
 from minikv import policies
 from minikv.errors import UsageError
 from minikv.policies.parts import GlobalBudget
-
-SCORERS = [name for name in policies.prompt_names() if len(policies.find(name).parts) == 1]
 
 
 def test_a_prompt_below_the_budget_keeps_everything_whatever_is_observed() -> None:
@@ -40,7 +40,57 @@ def test_the_ends_of_turns_leave_after_all_others() -> None:
     run = engine(network(), "tova+global+turns", "none", 30, prompt_options={"edge": 4})
     run.prompt(ids(90))
     edges = {*range(4), *range(86, 90)}
-    for layer in range(3):
-        for head in range(3):
-            assert edges <= set(run.kv.kept(layer, head).tolist())
+    assert all(edges <= {*rows} for rows in kept(run.kv))
     assert int(run.kv.arena.held.sum()) == 30 * 9
+
+
+def test_the_ends_of_turns_are_preferred() -> None:
+    """Both ends of every prompt stay, ahead of better rows, within the budget."""
+    net = network()
+    run = engine(net, "snapkv+turns", "none", 80, prompt_options={"edge": 5, "window": 8})
+    begins = []
+    for turn in range(3):
+        begins.append(run.kv.position)
+        run.prompt(ids(90, seed=turn))
+        run.step(1)
+    edges = {at + i for begin in begins for at in (begin, begin + 85) for i in range(5)}
+    for rows in kept(run.kv):
+        assert len(rows) == 81
+        assert edges <= {*rows}
+
+
+@pytest.mark.parametrize("step", ["roco", "tova", "hashevict", "streaming"])
+def test_the_ends_of_turns_stay_while_an_answer_is_written(step: str) -> None:
+    net = network()
+    run = engine(net, "snapkv+turns", step, 60, prompt_options={"edge": 5, "window": 8})
+    for turn in range(2):
+        run.prompt(ids(90, seed=turn))
+        for token in range(30):
+            run.step(token)
+    edges = {*range(5), *range(85, 90), *range(120, 125), *range(205, 210)}
+    assert all(edges <= {*rows} for rows in kept(run.kv))
+
+
+def test_the_ends_of_turns_give_way_where_nothing_else_is_left() -> None:
+    run = engine(network(), "snapkv+turns", "roco", 40, prompt_options={"edge": 200, "window": 8})
+    run.prompt(ids(300))
+    for token in range(60):
+        run.step(token)
+    assert {*map(len, kept(run.kv))} <= {40, 41}
+
+
+def test_preferred_rows_do_not_break_a_small_budget() -> None:
+    run = engine(network(), "adakv+turns", "none", 20, prompt_options={"edge": 30, "window": 8})
+    run.prompt(ids(200))
+    sizes = torch.tensor([*map(len, kept(run.kv))]).view(3, 3)
+    assert sizes.sum(1).tolist() == [60] * 3
+
+
+@pytest.mark.parametrize("pinned", [0, 2])
+def test_no_head_is_left_nothing_beside_what_is_preferred(pinned: int) -> None:
+    """One head has all of the mass: the other still gets a row, pinned ones not counted."""
+    mass = torch.zeros(2, 1, 12)
+    mass[0] = 1.0
+    made = build("tova+ada+turns", {"alpha": 0.0, "protect_newest": False, "per_head": True})
+    stays = made.keep(view(mass), 4 + 2 * pinned, pinned, 1)
+    assert stays.sum(1).tolist() == [3 + pinned, 1 + pinned]

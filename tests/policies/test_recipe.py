@@ -94,7 +94,7 @@ STEP = '''
         good="a test",
         paper="a test",
         told="attention",
-        second="fades",
+        again="fades",
     )
 '''
 

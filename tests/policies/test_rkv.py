@@ -14,7 +14,7 @@ from tape import Tape
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from views import asked
+from views import asked, kept, read, write
 
 from minikv import kernels, policies
 from minikv.cache.budget import Budget
@@ -25,7 +25,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
-from minikv.policies import rkv, steps
+from minikv.policies import base, rkv
 from minikv.policies.base import StepView
 from minikv.policies.rkv import RKV, redundancy, sums
 
@@ -140,33 +140,25 @@ def test_the_rows_that_stay_are_those_of_plain_python(
     options: dict[str, object], windows: tuple[int | None, ...], kv: torch.dtype | None
 ) -> None:
     """Heads at their cap give up a buffer at once and grow again, for two query heads a head."""
-    policy, budget, read, tokens = made(**{"window": 4, "buffer": 6, **options}), 16, 14, 60
+    policy, budget, first, tokens = made(**{"window": 4, "buffer": 6, **options}), 16, 14, 60
     query, key = rows(1, tokens, len(windows), 3, 2)
     form = Shape(len(windows), 3, 6, 8, windows, 1 << 20)
     cache = KVCache(form, Rules(None, policy, Budget.parse(budget)), kv=kv)
     stored = key if kv is None else kernels.from_codes(*kernels.to_codes(key), torch.float32)
-    cache.begin(read)
-    for layer in range(len(windows)):
-        cache.attend(layer, query[layer, :read], key[layer, :read], key[layer, :read])
-    cache.end(read)
-    slow = [
-        [Slow(policy, budget, window, list(range(read))) for _ in range(3)] for window in windows
-    ]
+    read(cache, query, key, 0, first)
+    slow = [[Slow(policy, budget, window, [*range(first)]) for _ in range(3)] for window in windows]
     evictions = 0
-    for at in range(read, tokens):
-        one = slice(at, at + 1)
-        for layer in range(len(windows)):
-            cache.attend(layer, query[layer, one], key[layer, one], key[layer, one])
-        cache.end(1)
+    for at in range(first, tokens):
+        write(cache, query, key, at, at + 1)
         for layer, window in enumerate(windows):
             for head in range(3):
                 twin = slow[layer][head]
                 groups = query[layer, at].view(3, 2, 8)
                 twin.step(at, groups[head], stored[layer, :, head])
                 seen = at + 1 - window if window is not None else -1
-                kept = cache.kept(layer, head).tolist()
-                assert [p for p in kept if p > seen] == [p for p in twin.held if p > seen]
-                evictions += len(kept) == budget
+                mine = cache.kept(layer, head).tolist()
+                assert [p for p in mine if p > seen] == [p for p in twin.held if p > seen]
+                evictions += len(mine) == budget
     assert evictions >= 12
 
 
@@ -192,16 +184,11 @@ def test_the_release_keeps_the_same_rows(seed: int) -> None:
     query = 2 * torch.randn(40, 4, 8, generator=g)
     policy = made(window=4, buffer=16, group="max", softmax="past")
     cache = KVCache(Shape(1, 2, 4, 8, (None,), 1 << 20), Rules(None, policy, Budget.parse(24)))
-    cache.begin(24)
-    cache.attend(0, query[:24], key[:24], key[:24])
-    cache.end(24)
+    read(cache, query[None], key[None], 0, 24)
     for at in range(24, 40):
         assert len(cache.kept(0, 0)) == at
-        cache.attend(0, query[at : at + 1], key[at : at + 1], key[at : at + 1])
-        cache.end(1)
-    window = [36, 37, 38, 39]
-    for head in range(2):
-        assert cache.kept(0, head).tolist() == RELEASE[seed][head] + window
+        write(cache, query[None], key[None], at, at + 1)
+    assert kept(cache) == [[*rows, 36, 37, 38, 39] for rows in RELEASE[seed]]
 
 
 # -- what it costs --------------------------------------------------------------------------------
@@ -262,18 +249,13 @@ def test_beside_windows_a_step_looks_for_a_full_head_where_there_can_be_one() ->
 class Largest(TorchDispatchMode):
     """The most numbers of a tensor that an operation makes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
+    most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.most = max([self.most, *(t.numel() for t in tree_leaves(out) if _is_tensor(t))])
+        made = [one.numel() for one in tree_leaves(out) if isinstance(one, Tensor)]
+        self.most = max([self.most, *made])
         return out
-
-
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +270,7 @@ def test_no_temporary_outgrows_the_block(
     keys = torch.randn(heads, wide, size, generator=g)
     seen = view(keys, torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)]), wide)
     want = redundancy(seen, 0.3)
-    monkeypatch.setattr(steps, "AT_ONCE", block)
+    monkeypatch.setattr(base, "AT_ONCE", block)
     assert heads * wide * max(wide, size) > block
     with Largest() as largest:
         got = redundancy(seen, 0.3)
@@ -315,15 +297,12 @@ def test_a_head_of_less_than_the_window_keeps_its_newest_rows(ahead: bool) -> No
             token = walk.engine.next(token, VOCAB, GREEDY, 0)
         else:
             walk.step(token)
-        for layer in range(2):
-            for head in range(3):
-                kept = walk.kv.kept(layer, head).tolist()
-                cap = int(caps[layer, head])
-                assert len(kept) < cap + 6
-                if at >= 6 and len(kept) == cap:
-                    newest = range(walk.kv.position - min(cap, 5), walk.kv.position)
-                    assert kept[-len(newest) :] == list(newest)
-                    evicted += 1
+        for rows_, cap in zip(kept(walk.kv), caps.flatten().tolist(), strict=True):
+            assert len(rows_) < cap + 6
+            if at >= 6 and len(rows_) == cap:
+                newest = range(walk.kv.position - min(cap, 5), walk.kv.position)
+                assert rows_[-len(newest) :] == [*newest]
+                evicted += 1
     assert evicted == 18
 
 

@@ -14,26 +14,19 @@ PAPER = {"pool": 1, "lead": 1}
 
 
 def roco_view(
-    roco: StepPolicy,
-    mean: list[float],
-    spread: list[float],
-    age: list[int],
-    cap: int,
-    many: int = 1,
+    roco: StepPolicy, mean: list[float], spread: list[float], age: list[int], many: int = 1
 ) -> StepView:
     count = torch.full((1, len(mean)), 10.0)
     m, s = torch.tensor([mean]), torch.tensor([spread])
     columns = {"sum": m * count, "squares": (s**2 + m**2) * count, "count": count}
-    pos = torch.tensor([age])
-    return asked(roco, 100, pos, columns, cap=torch.tensor([cap]), count=many)
+    return asked(roco, 100, torch.tensor([age]), columns, cap=torch.tensor([4]), count=many)
 
 
 def test_roco_spares_the_unsteady() -> None:
     """Row 0 has the lowest mean but the highest deviation; of the steady ones row 2 is lowest."""
     roco = rule("roco", {"sinks": 1, "recent": 1, "scope": 0.25, **PAPER})
-    view = roco_view(
-        roco, [0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0], [10, 20, 30, 40, 99], cap=4
-    )
+    means, spreads = [0.01, 0.30, 0.05, 0.20, 0.00], [0.9, 0.1, 0.1, 0.1, 0.0]
+    view = roco_view(roco, means, spreads, [10, 20, 30, 40, 99])
     assert victims(roco, view).tolist() == [2]
     plain = rule("roco", {"sinks": 1, "recent": 1, "scope": 0.0, **PAPER})
     assert victims(plain, view).tolist() == [0]
@@ -55,12 +48,15 @@ def test_roco_takes_a_constant_stream_for_steady() -> None:
     assert victims(roco, view).tolist() == [lowest]
 
 
-def started(mass: list[float], **options: float) -> dict[str, list[float]]:
-    """A head's columns after a first prompt, of whose queries the last two gave this attention."""
+def started(
+    mass: list[float], observed: int = 2, *, causal: bool = True, **options: float
+) -> dict[str, list[float]]:
+    """A head's columns after a first prompt, of whose queries the last ones gave this attention."""
     roco = rule("roco", options)
-    seen = view(torch.tensor([[mass]]), 2)  # squares are those of the sum
+    seen = view(torch.tensor([[mass]]), observed)  # squares are those of the sum
     none = {name: torch.zeros(1, len(mass)) for name in roco.columns}
-    return {name: c[0].tolist() for name, c in roco.init(replace(seen, carried=none)).items()}
+    found = roco.init(replace(seen, causal=causal, carried=none))
+    return {name: column[0].tolist() for name, column in found.items()}
 
 
 MASS = [0.5, 0.25, 0.0, 0.0, 1.0, 0.0, 8.0, 9.0]
@@ -109,25 +105,18 @@ def test_what_leaves_first_while_an_answer_is_written() -> None:
 def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
     """Rows 0 and 2 have the lowest means, but row 2's attention varies most."""
     roco = rule("roco", {"sinks": 0, "recent": 1, "scope": 0.25, **PAPER})
-    seen = roco_view(
-        roco, [0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0], [1, 2, 3, 4, 99], 4, 2
-    )
+    means, spreads = [0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0]
+    seen = roco_view(roco, means, spreads, [1, 2, 3, 4, 99], 2)
     assert roco.worth(seen).isfinite().tolist() == [[True, True, False, True, False]]
 
 
 def test_queries_that_saw_every_row_count_for_every_row() -> None:
     """Where a prompt's queries are taken to stand behind all of its rows."""
-    roco = rule("roco", PAPER)
-    none = {name: torch.zeros(1, 6) for name in roco.columns}
-    seen = replace(view(torch.ones(1, 1, 6), 4), causal=False, carried=none)
-    assert roco.init(seen)["count"].tolist() == [[4.0] * 6]
+    assert started([1.0] * 6, 4, causal=False, **PAPER)["count"] == [4.0] * 6
 
 
 def test_a_prompt_of_which_one_query_was_observed() -> None:
     """Every row was seen once: the largest of three neighbours, and the last one its own."""
-    roco = rule("roco", {"pool": 3, "lead": 1})
-    seen = view(torch.tensor([[MASS]]), 1)
-    none = {name: torch.zeros(1, 8) for name in roco.columns}
-    found = roco.init(replace(seen, carried=none))
-    assert found["weighed"][0].tolist() == [0.5, 0.5, 0.25, 1.0, 1.0, 8.0, 8.0, 9.0]
-    assert found["count"][0].tolist() == [1.0] * 8
+    found = started(MASS, 1, pool=3, lead=1)
+    assert found["weighed"] == [0.5, 0.5, 0.25, 1.0, 1.0, 8.0, 8.0, 9.0]
+    assert found["count"] == [1.0] * 8

@@ -9,13 +9,12 @@ import torch
 from layouts import segment
 from small import Dense, engine, ids, network, over, victims
 from torch import Tensor
-from views import asked
+from views import asked, looked
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.policies.base import PromptView
-from minikv.policies.bits import ones
 from minikv.policies.scissorhands import ScissorHands
+from minikv.policies.selection import ones
 
 
 @pytest.mark.parametrize("window", [5, 63, 64, 65, 128, 129])
@@ -125,18 +124,9 @@ def test_queries_of_earlier_turns_are_not_counted_again() -> None:
     those a row has only the ones from its own on. What was counted before moves up."""
     step = ScissorHands(sinks=0, recent=1, history=70)
     pos = torch.tensor([[3, 96, 98, 99, -1]])
-    seen = PromptView(
-        0,
-        100,
-        pos,
-        0,
-        None,
-        None,
-        lambda: pos,
-        lambda: pos,
-        turns=[(0, 96), (96, 100)],
-        below=lambda: torch.full_like(pos, (1 << 32) - 1),
-    )
+    given = replace(looked(torch.zeros(1, 1, 1, 5), pos=pos), mass=None, squares=None)
+    below = torch.full_like(pos, (1 << 32) - 1)
+    seen = replace(given, turns=[(0, 96), (96, 100)], below=lambda: below)
     old = {
         "bits0": torch.tensor([[0b101, 0, 0, 0, 0]]),
         "bits1": torch.zeros(1, 5, dtype=torch.int64),

@@ -57,11 +57,8 @@ def by_hand(
                 centre = sum(q) / len(q)
                 length = sum(map(abs, q)) / len(q)
                 phase = cmath.phase(centre) - cmath.phase(k)
-                ahead, waves = 1, []
-                while ahead <= future:
-                    distance = now + ahead - at
-                    waves.append(math.cos(float(inverse[f]) * distance + phase))
-                    ahead *= 2
+                ahead = [1 << i for i in range(future.bit_length())]
+                waves = [math.cos(float(inverse[f]) * (now + i - at) + phase) for i in ahead]
                 worth += abs(centre) * abs(k) * sum(waves) / len(waves)
                 concentration = abs(centre) / length
                 worth += (1 - concentration) * length * abs(k) if norm else 0.0
@@ -85,15 +82,8 @@ def test_the_formula_of_the_paper(norm: bool, group: int) -> None:
     policy.learn(learnt, queries[:, :, :5])  # a prompt in two parts
     policy.learn(learnt, queries[:, :, 5:])
     stored = torch.stack([rotated(key[h], pos[h], inverse) for h in range(heads)])
-    seen = asked(
-        policy,
-        now + 1,  # tokens counted: the last one is at `now`
-        pos,
-        {},
-        keys=lambda some: stored[some],
-        learnt=learnt,
-        rotary=Turning(inverse),
-    )
+    known = {"keys": lambda some: stored[some], "learnt": learnt, "rotary": Turning(inverse)}
+    seen = asked(policy, now + 1, pos, {}, **known)  # tokens counted: the last one is at `now`
     for h, found in enumerate(policy.score(seen)):
         want = by_hand(queries[h], key[h], pos[h], now, inverse, future, norm=norm)
         torch.testing.assert_close(
@@ -110,15 +100,8 @@ def test_rows_that_may_not_leave_count_for_nothing() -> None:
     worths = []
     for other in (1.0, math.nan):
         key = torch.tensor([[[other, 0], [1, 0], [3, 0], [other, 0], [other, 0]]])
-        seen = asked(
-            policy,
-            4,
-            pos,
-            {},
-            keys=lambda some, key=key: key[some],
-            learnt=learnt,
-            rotary=Turning(torch.zeros(1)),
-        )
+        known = {"keys": lambda some, key=key: key[some], "learnt": learnt}
+        seen = asked(policy, 4, pos, {}, **known, rotary=Turning(torch.zeros(1)))
         worths.append(policy.worth(seen))
         assert leaving(worths[-1], pos, torch.tensor([1])).tolist() == [[False, True] + [False] * 3]
     torch.testing.assert_close(*worths)

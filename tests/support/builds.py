@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from minikv.policies.hashevict import HashEvict
 HEADS, GROUP, ROWS = 8, 4, 4096
 KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 INT32, INT64, BOOL, FLOAT = torch.int32, torch.int64, torch.bool, torch.float32
-
 WIDE: Mapping[str, Sequence[str]] = {
     "split": ("q", "k", "v", "part"),
     "mass": ("q", "k"),
@@ -85,16 +85,12 @@ def _noted() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, Any]]]]:
     from triton.runtime.jit import JITFunction
 
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    run = JITFunction.run
 
     def note(fn: Any, *args: Any, grid: object, warmup: bool, **kwargs: Any) -> None:
         found.append((fn, args, kwargs))
 
-    JITFunction.run = note
-    try:
+    with patch.object(JITFunction, "run", note):
         yield found
-    finally:
-        JITFunction.run = run
 
 
 @functools.cache
@@ -111,10 +107,8 @@ def builds() -> dict[str, Build]:
         for fn, args, kwargs in launches:
             bind = create_function_from_signature(fn.signature, fn.params, backend)
             bound, special, options = bind(*args, debug=False, **kwargs)
-            options, signature, constants, attrs = fn._pack_args(
-                backend, kwargs, bound, special, options
-            )
-            kernel = fn.__name__.strip("_")
+            packed = fn._pack_args(backend, kwargs, bound, special, options)
+            (options, signature, constants, attrs), kernel = packed, fn.__name__.strip("_")
             how = {n: getattr(options, n) for n in ("num_warps", "num_stages", "enable_fp_fusion")}
             mma = name.split()[-1].split("-")[0] in MULTIPLIES.get(kernel, ())
             made = Build(kernel, fn, signature, constants, attrs, how, mma)
@@ -201,10 +195,8 @@ def _prompts() -> Iterator[Call]:
         if listed:
             part = (_t(KINDS[name], HEADS * ROWS, size), place, place)  # type: ignore[assignment]
         sums = _t(FLOAT, HEADS, group, ROWS), _t(FLOAT, HEADS, ROWS)
-        use, queries = (
-            f"rows{rows}" + " listed" * listed + f" {name}-{size}",
-            Queries(q, at, window, lse),
-        )
+        use, queries = " listed" * listed + f" {name}-{size}", Queries(q, at, window, lse)
+        use = f"rows{rows}{use}"
         yield use, partial(mass.add_attention_mass, *sums, queries, part)
         if rows <= 64:  # never called for so many rows
             yield use, partial(mass.each_attention, queries, [part], slice(0, HEADS))
@@ -282,9 +274,8 @@ def _evictions() -> Iterator[Call]:
         kind = KINDS[name]
         new, into = (_t(kind, HEADS, ROWS, size),) * 2, (_t(kind, HEADS * ROWS, size),) * 2
         places = place, _t(INT32, HEADS * ROWS)
-        call = partial(
-            gather_gpu.gather_rows, place, count, count, new, (*into, place) if old else None
-        )
+        earlier = (*into, place) if old else None
+        call = partial(gather_gpu.gather_rows, place, count, count, new, earlier)
         yield f"{name}-{size}", partial(call, into, places, ROWS)
     for name, kinds in (("roco", (FLOAT,) * 3), ("scissorhands", (INT64, INT64, FLOAT))):
         values = [_t(kind, HEADS, ROWS) for kind in kinds]

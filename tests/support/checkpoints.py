@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,59 +28,30 @@ FAMILIES = {
 }
 """What the names of transformers' classes begin with."""
 
+
+def _rope(kind: str, theta: float, original: int = 0, **more: Any) -> dict[str, Any]:
+    length = {"original_max_position_embeddings": original} if original else {}
+    return {"rope_type": kind, "rope_theta": theta, **length, **more}
+
+
+_FULL = {"beta_fast": 16.0, "beta_slow": 2.0, "mscale": 0.7, "mscale_all_dim": 0.4}
+_BETA = {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3}
 ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default", "rope_theta": 10_000.0},
-    "theta": {"rope_type": "default", "rope_theta": 500_000.0},
-    "linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
-    "yarn_full": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 4.0,
-        "beta_fast": 16.0,
-        "beta_slow": 2.0,
-        "original_max_position_embeddings": 64,
-        "mscale": 0.7,
-        "mscale_all_dim": 0.4,
-        "truncate": False,
-    },
+    "default": _rope("default", 10_000.0),
+    "theta": _rope("default", 500_000.0),
+    "linear": _rope("linear", 10_000.0, factor=4.0),
+    "dynamic": _rope("dynamic", 10_000.0, factor=2.0),
+    "llama3": _rope("llama3", 500.0, 64, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": _rope("yarn", 1000.0, 64, factor=4.0),
+    "yarn_full": _rope("yarn", 1000.0, 64, factor=4.0, truncate=False, **_FULL),
 }
 OWN_ROPES: dict[str, dict[str, Any]] = {
-    "ministral3": {
-        "rope_type": "yarn",
-        "rope_theta": 1000.0,
-        "factor": 16.0,
-        "original_max_position_embeddings": 7,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "llama_4_scaling_beta": 0.3,
-    },
+    "ministral3": _rope("yarn", 1000.0, 7, factor=16.0, **_BETA),
     "olmo3": {
-        "full_attention": {
-            "rope_type": "yarn",
-            "rope_theta": 1000.0,
-            "factor": 8.0,
-            "original_max_position_embeddings": 16,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        "full_attention": _rope("yarn", 1000.0, 16, factor=8.0),
+        "sliding_attention": _rope("default", 1000.0),
     },
 }
-
-
 VISION = {
     "model_type": "pixtral",
     **{"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "head_dim": 12},
@@ -155,11 +127,8 @@ def build(spec: Spec) -> PreTrainedModel:
         settings |= {"pad_token_id": 0}
     if spec.family in ("qwen2", "qwen3"):
         if spec.window:
-            settings |= {
-                "use_sliding_window": True,
-                "sliding_window": spec.window,
-                "max_window_layers": 1,
-            }
+            settings |= {"use_sliding_window": True, "max_window_layers": 1}
+            settings["sliding_window"] = spec.window
     elif spec.family not in ("llama", "granite", "olmo2"):
         settings["sliding_window"] = spec.window
     settings |= dict(spec.extra)
@@ -185,10 +154,7 @@ def randomise(model: PreTrainedModel, *, small: bool = False) -> None:
 def save(model: PreTrainedModel, spec: Spec, folder: Path) -> Path:
     """Write the checkpoint of `model` in the layout and spelling of `spec`; returns `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    if spec.layout == "sharded":
-        model.save_pretrained(folder, max_shard_size="20KB")
-    else:
-        model.save_pretrained(folder, max_shard_size="1GB")
+    model.save_pretrained(folder, max_shard_size="20KB" if spec.layout == "sharded" else "1GB")
     edit_json(folder / "config.json", lambda raw: _respell(raw, spec))
     if spec.layout == "original":
         _to_original(model, folder)
@@ -226,30 +192,27 @@ def _respell(raw: dict[str, Any], spec: Spec) -> None:
     raw["rope_scaling"] = None if kind == "default" else {"type": kind, **table}
 
 
+_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 ORIGINAL = {
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{name}_proj": f"attention.w{name}" for name in "qkvo"},
+    **{f"mlp.{name}_proj": f"feed_forward.{own}" for name, own in _PARTS.items()},
+    **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm"},
 }
 TOP = {"model.embed_tokens": "tok_embeddings", "model.norm": "norm", "lm_head": "output"}
+PARAMS = {
+    **{"dim": "hidden_size", "n_layers": "num_hidden_layers", "head_dim": "head_dim"},
+    **{"hidden_dim": "intermediate_size", "n_heads": "num_attention_heads"},
+    **{"n_kv_heads": "num_key_value_heads", "norm_eps": "rms_norm_eps"},
+    **{"vocab_size": "vocab_size", "max_position_embeddings": "max_position_embeddings"},
+}
+"""The keys of params.json, and what they are called in config.json."""
 
 
 def interleave(rows: Tensor, heads: int) -> Tensor:
     """Half-split rows of a query or key matrix -> rotary pairs, as the original releases have."""
     size = rows.shape[0] // heads
-    order = [
-        h * size + pair + half * (size // 2)
-        for h in range(heads)
-        for pair in range(size // 2)
-        for half in range(2)
-    ]
-    return rows[order]
+    places = product(range(heads), range(size // 2), range(2))
+    return rows[[h * size + pair + half * (size // 2) for h, pair, half in places]]
 
 
 def _to_original(model: PreTrainedModel, folder: Path) -> None:
@@ -272,18 +235,8 @@ def _to_original(model: PreTrainedModel, folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     if config.rope_parameters["rope_type"] != "default":
         return  # params.json cannot say it: config.json stays
-    params = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "head_dim": config.head_dim,
-        "hidden_dim": config.intermediate_size,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "norm_eps": config.rms_norm_eps,
-        "vocab_size": config.vocab_size,
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "max_position_embeddings": config.max_position_embeddings,
-    }
+    params = {key: getattr(config, name) for key, name in PARAMS.items()}
+    params["rope_theta"] = config.rope_parameters["rope_theta"]
     if getattr(config, "sliding_window", None):
         params["sliding_window"] = config.sliding_window
     if config.tie_word_embeddings:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from fakes import ByteTokenizer, ChatML, FakeEngine, FakeKv
+from fakes import FakeEngine, FakeKv
 from small_chat import chat_over
 
 from minikv.cache.stats import Shape
@@ -34,16 +34,9 @@ def chat(system: str = "") -> ChatSession:
     engine = FakeEngine()
     engine.kv = Forgetful()
     engine.kv.shape = Shape(LAYERS, HEADS, HEADS, 8, (None,) * LAYERS, 4096)  # type: ignore[attr-defined]
-    tokenizer = ByteTokenizer()
-    return chat_over(
-        engine,
-        tokenizer,
-        ChatML(tokenizer),
-        max_context=4096,
-        system=system,
-        eviction=EvictionConfig.read("adakv", budget=64),
-        facts=Facts(model="someone/fake-7B", revision="abc", weight_bytes=1 << 30),
-    )
+    facts = Facts(model="someone/fake-7B", revision="abc", weight_bytes=1 << 30)
+    given = {"eviction": EvictionConfig.read("adakv", budget=64), "facts": facts, "system": system}
+    return chat_over(engine, **given)
 
 
 def large(facts: ChatFacts, layers: int, heads: int, tokens: int) -> ChatFacts:

@@ -142,46 +142,28 @@ class FakeKv:
 
     @property
     def arena(self) -> SimpleNamespace:
-        count = self.position
-        tables = SimpleNamespace(
-            length=torch.tensor([[count]]),
-            start=torch.tensor([[0]]),
-            free_slot=torch.tensor([[-1]]),
-        )
-        return SimpleNamespace(
-            layout=lambda: tables,
-            device=torch.device("cpu"),
-            columns={"pos": torch.arange(count, dtype=torch.int32)},
-        )
+        count, one = self.position, lambda number: torch.tensor([[number]])
+        tables = SimpleNamespace(length=one(count), start=one(0), free_slot=one(-1))
+        pos, cpu = torch.arange(count, dtype=torch.int32), torch.device("cpu")
+        return SimpleNamespace(layout=lambda: tables, device=cpu, columns={"pos": pos})
 
     def accepts(self, held: object, *eviction: object) -> bool:
         return True
 
     def stats(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            seen=self.position,
-            row_bytes=64,
-            kept_mean=float(self.position),
-            kept_min=self.position,
-            kept_max=self.position,
-            full_bytes=self.position * 256,
-            held_bytes=self.position * 256,
-            allocated_bytes=1 << 20,
-            peak_bytes=1 << 21,
-            state_bytes=0,
-            evicted=0,
-            shaped=self.shaped,
-            gaps=False,
-        )
+        rows = dict.fromkeys(("seen", "kept_min", "kept_max"), self.position)
+        sizes = dict.fromkeys(("full_bytes", "held_bytes"), self.position * 256)
+        sizes |= {"row_bytes": 64, "allocated_bytes": 1 << 20, "peak_bytes": 1 << 21}
+        flags = {"state_bytes": 0, "evicted": 0, "shaped": self.shaped, "gaps": False}
+        return SimpleNamespace(kept_mean=float(self.position), **rows, **sizes, **flags)
 
     @property
     def state(self) -> State:
         return State(outcome=Outcome(shaped=self.shaped))
 
     def share(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            arena=SimpleNamespace(nbytes=0), position=self.position, fed=list(self.fed)
-        )
+        none = SimpleNamespace(nbytes=0)
+        return SimpleNamespace(arena=none, position=self.position, fed=list(self.fed))
 
     def holds(self, position: int) -> int:
         return position
@@ -213,19 +195,15 @@ class FakeKv:
     def snapshot(self) -> CacheSnapshot:
         none, rows = torch.zeros((1, 1), dtype=torch.int64), len(self.fed)
         some, ids = none + rows, torch.tensor(self.fed, dtype=torch.int64)
-        return CacheSnapshot(
-            State(self.position), (0, rows), Layout(none, some, some, some, none - 1), {"ids": ids}
-        )
+        tables = Layout(none, some, some, some, none - 1)
+        return CacheSnapshot(State(self.position), (0, rows), tables, {"ids": ids})
 
     def forget(self, position: int) -> None:
-        self.position = 0
-        self.fed.clear()
+        self.drop()
 
     def reset(self, rules: Rules) -> None:
-        self.check(rules)
-        self.configured.append(rules)
-        self.position = 0
-        self.fed.clear()
+        self.configure(rules)
+        self.drop()
 
     def restore(self, held: Any, rules: Rules | None = None, under: Rules | None = None) -> None:
         if rules is None:

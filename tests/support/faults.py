@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,13 +43,11 @@ class Fault:
 
     def _error(self) -> Exception:
         if self.kind == "allocation":  # as torch says it, on this device and on another
-            return (
-                MemoryError("no memory") if self.at % 2 else RuntimeError("can't allocate memory")
-            )
-        if self.kind == "read":
-            return OSError(errno.EIO, os.strerror(errno.EIO))
-        if self.kind == "write":
-            return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            other = RuntimeError("can't allocate memory")
+            return MemoryError("no memory") if self.at % 2 else other
+        number = {"read": errno.EIO, "write": errno.ENOSPC}.get(self.kind)
+        if number is not None:
+            return OSError(number, os.strerror(number))
         return RuntimeError(f"the {self.kind} failed")
 
     def number(self) -> int:
@@ -101,24 +99,17 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self.fault = fault
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(found) if isinstance(t, Tensor)]
-        if made:
-            given = {
-                t.untyped_storage().data_ptr()
-                for t in tree_leaves((args, kwargs))
-                if isinstance(t, Tensor)
-            }
-            if any(t.untyped_storage().data_ptr() not in given for t in made):
-                self.fault.hit()
+        if _storages(found) - _storages((args, kwargs)):
+            self.fault.hit()
         return found
+
+
+def _storages(given: Any) -> set[int]:
+    """The addresses of all tensors in it."""
+    tensors = (t for t in tree_leaves(given) if isinstance(t, Tensor))
+    return {t.untyped_storage().data_ptr() for t in tensors}
 
 
 class _Stream:

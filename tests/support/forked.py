@@ -13,16 +13,15 @@ import multiprocessing
 import os
 import pty
 import resource
-import select
 import signal
 import struct
 import sys
 import tempfile
 import termios
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,9 @@ from terminals import Terminals
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(
-    [
-        "torch",
-        "prompt_toolkit",
-        "minikv.cli.main",
-        "minikv.cli.chat.command",
-        "minikv.cli.chat.ask",
-        "minikv.cli.screen.markdown",
-        "minikv.cli.export.facts",
-        "minikv.models",
-        "minikv.engine.engine",
-        "minikv.cache.kv_cache",
-        "minikv.chat.session",
-        "minikv.cache.snapshot",
-    ]
+    """torch prompt_toolkit minikv.cli.main minikv.cli.chat.command minikv.cli.chat.ask
+    minikv.cli.screen.markdown minikv.cli.export.facts minikv.models minikv.engine.engine
+    minikv.cache.kv_cache minikv.chat.session minikv.cache.snapshot""".split()
 )
 Presses = Mapping[tuple[str, int], int]
 """How often Ctrl-C is pressed at which moment: ("load", 1), ("chunk", 2) or ("token", 5) is the
@@ -152,22 +140,11 @@ class Forked(Terminals):
         self.process = _start(Start(arguments, (os.ttyname(theirs),) * 3, env, folder, pace=pace))
         os.close(theirs)
         self.pid = self.process.pid
-        self.seen = ""
-        self.at = 0
+        self.seen, self.at = "", 0
         self.prompt = "> " if env.get("TERM", "dumb") == "dumb" else "\x1b[?25h"
 
-    def code(self) -> int:
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
-            if select.select([self.fd], [], [], 0.05)[0]:
-                try:
-                    self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
-                    continue
-                except OSError:  # nobody has the other side any more
-                    time.sleep(0.02)
-            if not self.process.is_alive():
-                return int(self.process.exitcode)
-        raise AssertionError(f"still running: {self.seen!r}")
+    def ended(self) -> int | None:
+        return None if self.process.is_alive() else int(self.process.exitcode)
 
     def close(self) -> None:
         self.process.kill()
@@ -207,9 +184,9 @@ def _enter(start: Start, told: Any) -> None:
         handle = os.open(path, os.O_RDWR if path.startswith("/dev/") else mode)
         os.dup2(handle, number)
         os.close(handle)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    stream = partial(open, encoding="utf-8", closefd=False)
+    sys.stdin, sys.stdout = stream(0), stream(1, "w")
+    sys.stderr = stream(2, "w", errors="backslashreplace")
     told.send(True)
     os.environ.clear()
     os.environ.update(start.env or {})
@@ -237,7 +214,6 @@ def _press_at(presses: Presses) -> None:
     from minikv.engine.engine import Engine
 
     seen: Counter[str] = Counter()
-    prompt, recall = Engine.prompt, Engine.recall
     step, weights = Engine.next, Loading.weights
 
     def press(moment: str) -> None:
@@ -263,6 +239,6 @@ def _press_at(presses: Presses) -> None:
         press("load")
         weights(self, done, total)
 
-    Engine.prompt, Engine.recall = reading(prompt), reading(recall)  # type: ignore[method-assign]
-    Engine.next = writing  # type: ignore[method-assign]
-    Loading.weights = loading  # type: ignore[method-assign]
+    for name in ("prompt", "recall"):
+        setattr(Engine, name, reading(getattr(Engine, name)))
+    Engine.next, Loading.weights = writing, loading  # type: ignore[method-assign]

@@ -79,11 +79,9 @@ def _in_c(operation: str, name: str) -> list[Any]:
     if not any(hasattr(place, operation) for place in (module, *ways.values())):
         return found
     for way, where in ways.items():
-        if not hasattr(where, operation):
-            where = module
+        where = where if hasattr(where, operation) else module
         needed = where if isinstance(where, prefill.Prefill) else None
-        if way == choice.TILES:
-            needed = prefill.TILES
+        needed = prefill.TILES if way == choice.TILES else needed
         lacks = missing or (needed is not None and not needed.available())
         mark = pytest.mark.skipif(lacks, reason="no C compiler, or no such instructions, here")
         form = Form("c", lambda where=where: getattr(where, operation))

@@ -18,22 +18,13 @@ from safetensors.numpy import load_file
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where the float16 of a block are, if not only at its beginning."""
 NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
+    **{"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"},
+    **{"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"},
+    **{"self_attn.o_proj": "attn_output", "self_attn.qkv_proj": "attn_qkv"},
+    **{"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+    **{"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"},
+    **{"mlp.gate_up_proj": "ffn_up", "input_layernorm": "attn_norm"},
     "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
 }
 AFTER = {
     "post_attention_layernorm": "post_attention_norm",
@@ -65,16 +56,24 @@ def dense(path: Path, name: str) -> np.ndarray[Any, Any]:
 def begun(path: Path, arch: str, raw: dict[str, Any], tokens: int) -> GGUFWriter:
     """A file with the metadata that a config.json means."""
     made = GGUFWriter(path, arch)
-    made.add_block_count(raw["num_hidden_layers"])
-    made.add_context_length(raw["max_position_embeddings"])
-    made.add_embedding_length(raw["hidden_size"])
-    made.add_feed_forward_length(raw["intermediate_size"])
-    made.add_head_count(raw["num_attention_heads"])
-    made.add_head_count_kv(raw["num_key_value_heads"])
-    if raw.get("head_dim"):
-        made.add_key_length(raw["head_dim"])
-        made.add_value_length(raw["head_dim"])
-    made.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    for key, add in (
+        ("num_hidden_layers", made.add_block_count),
+        ("max_position_embeddings", made.add_context_length),
+        ("hidden_size", made.add_embedding_length),
+        ("intermediate_size", made.add_feed_forward_length),
+        ("num_attention_heads", made.add_head_count),
+        ("num_key_value_heads", made.add_head_count_kv),
+        ("head_dim", made.add_key_length),
+        ("head_dim", made.add_value_length),
+        ("rms_norm_eps", made.add_layer_norm_rms_eps),
+        ("sliding_window", made.add_sliding_window),
+        ("embedding_multiplier", made.add_embedding_scale),
+        ("attention_multiplier", made.add_attention_scale),
+        ("residual_multiplier", made.add_residual_scale),
+        ("logits_scaling", made.add_logit_scale),
+    ):
+        if raw.get(key):
+            add(raw[key])
     rope = raw.get("rope_parameters", raw)
     rope = rope.get("full_attention", rope)
     made.add_rope_freq_base(rope["rope_theta"])
@@ -85,19 +84,9 @@ def begun(path: Path, arch: str, raw: dict[str, Any], tokens: int) -> GGUFWriter
     if "llama_4_scaling_beta" in rope:
         made.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         made.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    if raw.get("sliding_window"):
-        made.add_sliding_window(raw["sliding_window"])
-        if "full_attention" in raw.get("layer_types", ()):
-            slides = [kind == "sliding_attention" for kind in raw["layer_types"]]
-            made.add_sliding_window_pattern(slides)
-    for key, add in (
-        ("embedding_multiplier", made.add_embedding_scale),
-        ("attention_multiplier", made.add_attention_scale),
-        ("residual_multiplier", made.add_residual_scale),
-        ("logits_scaling", made.add_logit_scale),
-    ):
-        if key in raw:
-            add(raw[key])
+    if raw.get("sliding_window") and "full_attention" in raw.get("layer_types", ()):
+        slides = [kind == "sliding_attention" for kind in raw["layer_types"]]
+        made.add_sliding_window_pattern(slides)
     words(made, tokens)
     return made
 
@@ -113,9 +102,8 @@ def words(made: GGUFWriter, tokens: int) -> None:
     made.add_token_merges(["a b"])
     made.add_bos_token_id(0)
     made.add_eos_token_id(1)
-    made.add_chat_template(
-        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
-    )
+    each = "<|im_start|>{{ m.content }}<|im_end|>"
+    made.add_chat_template("{% for m in messages %}" + each + "{% endfor %}")
 
 
 def closed(made: GGUFWriter) -> None:
@@ -201,10 +189,8 @@ def tokenizer(path: Path, version: str) -> Path:
     else:
         model = v.vendor(version)
         pieces = [model.id_to_piece(id) for id in range(model.vocab_size())]
-        kinds = [
-            2 if model.is_unknown(id) else 3 if model.is_control(id) else 6 if model.is_byte(id)
-            else 1 for id in range(len(pieces))
-        ]  # fmt: skip
+        unlike = ((2, model.is_unknown), (3, model.is_control), (6, model.is_byte))
+        kinds = [next((k for k, of in unlike if of(id)), 1) for id in range(len(pieces))]
         made.add_tokenizer_model("llama")
         made.add_token_scores([model.get_score(id) for id in range(len(pieces))])
         made.add_token_types(kinds)

@@ -8,7 +8,7 @@ from typing import Any
 
 import small
 import torch
-from fakes import END, PADDED, ByteTokenizer, ChatML
+from fakes import END, PADDED
 from small_chat import chat_over
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -54,13 +54,5 @@ def over(
 ) -> ChatSession:
     """A session over a network of bytes; its memory is born full of NaN."""
     cache = small.over(net, eviction.rules(), kv=kv)
-    tokenizer = ByteTokenizer()
-    return chat_over(
-        Engine(net, cache, capture),
-        tokenizer,
-        ChatML(tokenizer),
-        max_context=net.config.max_context,
-        eviction=eviction,
-        recall=Recall(cache, tier, tier_dtype),
-        **given,
-    )
+    given |= {"max_context": net.config.max_context, "recall": Recall(cache, tier, tier_dtype)}
+    return chat_over(Engine(net, cache, capture), eviction=eviction, **given)

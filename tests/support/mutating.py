@@ -68,6 +68,7 @@ OTHERS = {
     for one, *others in map(str.split, _OTHERS.split(", "))
 }
 """Of an operator of Python, those that it becomes."""
+_PLACES = ast.Attribute | ast.Subscript
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NO_CODE = ("annotation", "returns", "decorator_list", "bases", "args")
 _PAIRS = "minimum maximum, amin amax, argmin argmax, zeros ones, zeros_like ones_like".split(", ")
@@ -152,17 +153,14 @@ def _changes(tree: ast.Module) -> list[Change]:
             if isinstance(node, ast.keyword) and node.arg == "strict":
                 continue
             within = inside or (name == "body" and isinstance(node, ast.FunctionDef))
-            if isinstance(below, list):
-                for at, one in enumerate(below):
-                    if isinstance(one, ast.stmt):
-                        if _skipped(one):
-                            continue
-                        if within:
-                            dropped(node, name, at, one)
-                    if isinstance(one, ast.AST):
-                        visit(one, within)
-            elif isinstance(below, ast.AST):
-                visit(below, within)
+            for at, one in enumerate(below) if isinstance(below, list) else ((None, below),):
+                if isinstance(one, ast.stmt):
+                    if _skipped(one):
+                        continue
+                    if within:
+                        dropped(node, name, at, one)
+                if isinstance(one, ast.AST):
+                    visit(one, within)
 
     def change(node: ast.AST) -> None:
         if isinstance(node, ast.Compare):
@@ -195,10 +193,8 @@ def _changes(tree: ast.Module) -> list[Change]:
             found.append((node.value.lineno, text, lambda: _set(node, "arg", other, None)))
 
     def dropped(parent: ast.AST, field: str, at: int, one: ast.stmt) -> None:
-        call = isinstance(one, ast.Expr) and isinstance(one.value, ast.Call)
-        stored = isinstance(one, ast.Assign) and isinstance(
-            one.targets[0], ast.Attribute | ast.Subscript
-        )
+        call, places = isinstance(one, ast.Expr) and isinstance(one.value, ast.Call), _PLACES
+        stored = isinstance(one, ast.Assign) and isinstance(one.targets[0], places)
         if call or stored or isinstance(one, ast.AugAssign):
             text = f"{_short(ast.unparse(one))}  ->  pass"
             found.append((one.lineno, text, lambda: _set(parent, field, ast.Pass(), at)))

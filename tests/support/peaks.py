@@ -63,19 +63,11 @@ def loading(folder: Path, dtype: str, form: str = "auto", small: int = 0) -> Sim
 
 def write(folder: Path, layers: int, vocab: int) -> int:
     """A model in bfloat16 with layers of 27 MB; returns the bytes of its weights."""
-    config = {
-        "model_type": "llama",
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "vocab_size": vocab,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-    }
+    config = {"model_type": "llama", "hidden_size": 1024, "intermediate_size": 4096}
+    config |= {"num_attention_heads": 16, "num_key_value_heads": 4}
+    config |= {"vocab_size": vocab, "num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     made = Llama(ModelConfig.from_folder(folder), dtype=torch.bfloat16)
-    save_file(
-        {name: tensor.fill_(0.5).clone() for name, tensor in tensors_of(made)},
-        folder / "model.safetensors",
-    )
+    tensors = {name: tensor.fill_(0.5).clone() for name, tensor in tensors_of(made)}
+    save_file(tensors, folder / "model.safetensors")
     return made.weight_bytes

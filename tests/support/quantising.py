@@ -94,12 +94,8 @@ def fp8(block: int | None, scale: str = "weight_scale_inv") -> Callable[..., Mad
     def write(rows: int, columns: int, draw: torch.Generator) -> Made:
         codes = torch.randn(rows, columns, generator=draw).to(torch.float8_e4m3fn)
         if block is None:
-            scales = torch.tensor(0.04)
-            return {
-                "weight": codes,
-                scale: scales,
-                "activation_scale": torch.ones(1),
-            }, codes.float() * 0.04
+            parts = {"weight": codes, scale: torch.tensor(0.04), "activation_scale": torch.ones(1)}
+            return parts, codes.float() * 0.04
         scales = torch.rand(-(-rows // block), -(-columns // block), generator=draw) * 0.05 + 0.01
         value = codes.float()
         for i in range(scales.shape[0]):
@@ -135,17 +131,13 @@ def four_bits(
             map_ = torch.linspace(-1, 1, 256)
             each = torch.rand(-(-len(small) // 256), generator=draw) * 0.02
             about |= {"nested_blocksize": 256, "nested_offset": 0.06, "nested_dtype": "float32"}
-            absmax = (
-                torch.stack([map_[small[i]] * each[i // 256] for i in range(len(small))]) + 0.06
-            )
+            absmax = torch.stack([map_[one] * each[i // 256] for i, one in enumerate(small)]) + 0.06
             parts |= {"weight.absmax": small.to(torch.uint8), "weight.nested_quant_map": map_}
             parts["weight.nested_absmax"] = each
         else:
             parts["weight.absmax"] = absmax
-        text = json.dumps(about).encode()
-        parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
-            list(text), dtype=torch.uint8
-        )
+        text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+        parts[f"weight.quant_state.bitsandbytes__{kind}"] = text
         value = torch.tensor(table)[codes] * absmax.repeat_interleave(block)
         return parts, value.view(rows, columns)
 
@@ -174,9 +166,8 @@ def compressed(form: str, **weights: Any) -> Callable[..., Made]:
         if args.block_structure:
             high, wide = args.block_structure
             tall = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
-            tiles = (
-                tall.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).transpose(1, 2).flatten(2)
-            )
+            tiles = tall.unflatten(0, (-1, high)).unflatten(2, (-1, wide))
+            tiles = tiles.transpose(1, 2).flatten(2)
         elif args.strategy == "group":
             tiles = weight.unflatten(1, (-1, args.group_size))
         else:
@@ -206,42 +197,27 @@ _INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 _INT8 = {"num_bits": 8, "type": "int", "strategy": "channel"}
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _BNB4 = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+_NF4 = {**_BNB4, "bnb_4bit_quant_type": "nf4"}
+_GPTQ_2, _ORDERED = _group("gptq", checkpoint_format="gptq_v2"), _group("gptq", desc_act=True)
 _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 48]}
 _BY_TENSOR = {**_FP8, "weight_block_size": None, "activation_scheme": "static"}
-
 FORMS: dict[str, Form] = {
     "awq": Form(_group("awq", version="gemm"), awq(32), "int4", "int4 (AWQ)"),
     "awq 16": Form(_group("awq", 16), awq(16), "plain", "int4 (AWQ)"),
     "gptq": Form(_group("gptq", 64, desc_act=False), gptq(64), "int4", "int4 (GPTQ)"),
-    "gptq v2": Form(
-        _group("gptq", checkpoint_format="gptq_v2"), gptq(32, second=True), "int4", "int4 (GPTQ)"
-    ),
-    "gptq desc_act": Form(
-        _group("gptq", desc_act=True), gptq(32, shuffled=True), "plain", "int4 (GPTQ)"
-    ),
+    "gptq v2": Form(_GPTQ_2, gptq(32, second=True), "int4", "int4 (GPTQ)"),
+    "gptq desc_act": Form(_ORDERED, gptq(32, shuffled=True), "plain", "int4 (GPTQ)"),
     "gptq 8": Form({**_group("gptq"), "bits": 8}, gptq(32, 8), "plain", "int8 (GPTQ)"),
     "fp8 blocks": Form(_FP8, fp8(48), "plain", "float8 (FP8)"),
     "fp8 tensor": Form(_BY_TENSOR, fp8(None), "plain", "float8 (FP8)"),
     "fp8 scale": Form(_BY_TENSOR, fp8(None, "weight_scale"), "plain", "float8 (FP8)"),
-    "nf4": Form(
-        {**_BNB4, "bnb_4bit_quant_type": "nf4"},
-        four_bits(NF4, "nf4", nested=False),
-        "plain",
-        "nf4 (bitsandbytes)",
-    ),
-    "nf4 nested": Form(
-        {**_BNB4, "bnb_4bit_quant_type": "nf4"},
-        four_bits(NF4, "nf4", nested=True),
-        "plain",
-        "nf4 (bitsandbytes)",
-    ),
+    "nf4": Form(_NF4, four_bits(NF4, "nf4", nested=False), "plain", "nf4 (bitsandbytes)"),
+    "nf4 nested": Form(_NF4, four_bits(NF4, "nf4", nested=True), "plain", "nf4 (bitsandbytes)"),
     "fp4": Form(_BNB4, four_bits(FP4, "fp4", nested=False), "plain", "fp4 (bitsandbytes)"),
     "llm.int8": Form({"load_in_8bit": True}, llm_int8, "int8", "int8 (bitsandbytes)"),
     "ct int4": _ct("pack-quantized", "int4", "int4", **_INT4),
     "ct int4 zeros": _ct("pack-quantized", "int4", "int4", **_INT4, symmetric=False),
-    "ct int4 channel": _ct(
-        "pack-quantized", "int4", "int4", num_bits=4, type="int", strategy="channel"
-    ),
+    "ct int4 channel": _ct("pack-quantized", "int4", "int4", **{**_INT8, "num_bits": 4}),
     "ct packed int8": _ct("pack-quantized", "int8", "int8", **_INT8),
     "ct packed int8 zeros": _ct("pack-quantized", "plain", "int8", **_INT8, symmetric=False),
     "ct int8": _ct("int-quantized", "int8", "int8", **_INT8),
@@ -253,15 +229,8 @@ FORMS: dict[str, Form] = {
         "float-quantized", "plain", "float8", **_FLOAT8, strategy="block", block_structure=[32, 32]
     ),
 }
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
 def folders(into: Path, form: Form, sizes: Mapping[str, int] = SIZES) -> tuple[Path, Path]:

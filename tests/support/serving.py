@@ -61,8 +61,7 @@ class Served:
         """A whole answer. said: question, answer, question."""
         response = self.post(self.body(*said, system=system, **more))
         assert response.status_code == 200, response.text
-        made: dict[str, Any] = response.json()
-        return made
+        return dict(response.json())
 
     def body(self, *said: str, system: str = "", **more: Any) -> dict[str, Any]:
         roles = ("user", "assistant")
@@ -92,11 +91,9 @@ def deltas(lines: Iterator[str], key: str = "content") -> str:
 
 def content(answer: dict[str, Any]) -> str:
     """The text of a whole answer."""
-    text: str = answer["choices"][0]["message"]["content"]
-    return text
+    return str(answer["choices"][0]["message"]["content"])
 
 
 def read(answer: dict[str, Any]) -> int:
     """How many tokens were read for it."""
-    new: int = answer["usage"]["minikv"]["tokens"]["prompt_new"]
-    return new
+    return int(answer["usage"]["minikv"]["tokens"]["prompt_new"])

@@ -19,7 +19,7 @@ from minikv.cache.kv_cache import KVCache
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.engine.capture import Capture
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.errors import UsageError
 from minikv.kernels import lowest
@@ -31,9 +31,9 @@ from minikv.models.rope import RopeConfig
 from minikv.models.tensors import randomise
 from minikv.policies import registry
 from minikv.policies.base import PromptView, StepPolicy, StepView
-from minikv.policies.bits import ones
 from minikv.policies.hashevict import codes
 from minikv.policies.parts import GlobalBudget, LayerAllocator, PromptPolicy, smallest_budget
+from minikv.policies.selection import ones
 
 VOCAB = 97
 SOON: dict[str, dict[str, object]] = {
@@ -43,23 +43,14 @@ SOON: dict[str, dict[str, object]] = {
 }
 """Options under which a step policy evicts within a few tokens, where its defaults wait longer."""
 # Every prompt policy alone and with its own step policy; every step policy alone and with adakv.
-PAIRS = list(
-    dict.fromkeys(
-        [
-            *((p, s) for p in policies.prompt_names() for s in ("none", policies.default_step(p))),
-            *((p, s) for p in ("full", "adakv") for s in policies.step_names()),
-            ("h2o+ada+pyramid", "h2o"),
-            ("kvcrush(h2o)", "roco"),
-            ("l2+nacl+pyramid", "tova"),
-            ("snapkv+critical+turns", "scissorhands"),
-        ]
-    )
-)
-
-
-_OWN = {(p, policies.default_step(p)) for p in policies.prompt_names()}
+_COMPOSED = [("h2o+ada+pyramid", "h2o"), ("kvcrush(h2o)", "roco"), ("l2+nacl+pyramid", "tova")]
+_COMPOSED += [("snapkv+critical+turns", "scissorhands")]
+_OWN = [(p, policies.default_step(p)) for p in policies.prompt_names()]
 _OTHER = {*policies.step_names()} - {s for _, s in _OWN}
-_BY_DAY = {*_OWN, *(("adakv", s) for s in _OTHER), *PAIRS[-4:]}
+_ALONE = [pair for own in _OWN for pair in ((own[0], "none"), own)]
+_STEPS = [(p, s) for p in ("full", "adakv") for s in policies.step_names()]
+PAIRS = list(dict.fromkeys([*_ALONE, *_STEPS, *_COMPOSED]))
+_BY_DAY = {*_OWN, *(("adakv", s) for s in _OTHER), *_COMPOSED}
 
 
 def by_day(cases: Sequence[Any]) -> list[Any]:
@@ -72,27 +63,15 @@ def by_day(cases: Sequence[Any]) -> list[Any]:
     return some_by_day(cases, lambda case: case[:2] in _BY_DAY and case in daily)
 
 
-SIZES: dict[str, Any] = {
-    "layers": 3,
-    "heads": 6,
-    "kv_heads": 3,
-    "head_dim": 8,
-    "hidden": 48,
-    "mlp": 64,
-    "vocab": VOCAB,
-    "max_context": 4096,
-}
+SIZES: dict[str, Any] = {"layers": 3, "heads": 6, "kv_heads": 3, "head_dim": 8, "hidden": 48}
+SIZES |= {"mlp": 64, "vocab": VOCAB, "max_context": 4096}
 SPOKEN: dict[str, Any] = {"layers": 2, "heads": 4, "kv_heads": 2, "hidden": 32, "mlp": 48}
 """Of the networks that speak bytes (`vocab`: fakes.PADDED)."""
-
-
 ROPE = RopeConfig(theta=1e4)
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"qk_norm": "head"},
-    "granite": {
-        **{"embedding_scale": 3.0, "residual_scale": 0.4, "logits_scale": 5.0},
-        **{"query_scale": 1.7},
-    },
+    "granite": {"embedding_scale": 3.0, "residual_scale": 0.4, "logits_scale": 5.0}
+    | {"query_scale": 1.7},
     "smollm3": {"layer_ropes": (ROPE, RopeConfig(kind="none"), ROPE)},
     "ministral3": {
         "rope": RopeConfig(1e3, "yarn", 4.0, original=24, attention_factor=1.3, query_beta=0.8)
@@ -163,15 +142,8 @@ def over(
     kind: type[KVCache] = KVCache,
 ) -> KVCache:
     """A cache for `net` under policies that have been made."""
-    return kind(
-        shape(net),
-        rules,
-        device=net.device,
-        dtype=net.dtype,
-        kv=kv,
-        output=output_of(net),
-        rotary=net.rotation,
-    )
+    own = {"device": net.device, "dtype": net.dtype, "rotary": net.rotation}
+    return kind(shape(net), rules, kv=kv, output=output_of(net), **own)  # type: ignore[arg-type]
 
 
 def engine(
@@ -179,7 +151,7 @@ def engine(
     prompt: str = "full",
     step: str = "none",
     budget: int | str | None = 64,
-    capture: Capture | str | None = "auto",
+    capture: Eager | str | None = "auto",
     **more: Any,
 ) -> Engine:
     """capture: see `Engine`. more: as of `scheduler`."""
@@ -350,9 +322,8 @@ class Walk:
         self._check()
         assert torch.equal(kv.arena.cap, caps)
         newest = kv.position - 1
-        judged = newest - (
-            policy is not None and policy.evict_first
-        )  # the youngest row that may leave
+        judged = newest  # the youngest row that may leave
+        judged -= policy is not None and policy.evict_first
         for layer, head, now in self._each():
             window, before = self.windows[layer], had[layer][head]
             slid = -1 if window is None else kv.position - window
@@ -367,11 +338,8 @@ class Walk:
             assert len(gone) in (0, block)
             assert len(now) < cap + block
             assert len(now) == len(before) + 1 - block * full or window is not None
-            free = {
-                p
-                for p in before
-                if p >= max(policy.sinks, self.pinned) and p <= judged - policy.recent
-            }
+            first, last = max(policy.sinks, self.pinned), judged - policy.recent
+            free = {p for p in before if first <= p <= last}
             assert gone <= free or free < gone  # all of them, and what is protected
             assert not any(p < self.pinned for p in gone)
 
@@ -459,20 +427,17 @@ class Walk:
             assert _STATES[policy.name](policy, layer, columns, age)
 
     def _held(self) -> list[list[set[int]]]:
-        kv = self.kv
-        heads = range(kv.shape.kv_heads)
-        return [
-            [set(kv.kept(layer, h).tolist()) if kv.position else set() for h in heads]
-            for layer in range(kv.shape.layers)
-        ]
+        heads, layers = range(self.kv.shape.kv_heads), range(self.kv.shape.layers)
+        if not self.kv.position:
+            return [[set() for _ in heads] for _ in layers]
+        return [[self._now(layer, head) for head in heads] for layer in layers]
 
     def _each(self) -> list[tuple[int, int, set[int]]]:
-        kv = self.kv
-        return [
-            (layer, head, set(kv.kept(layer, head).tolist()))
-            for layer in range(kv.shape.layers)
-            for head in range(kv.shape.kv_heads)
-        ]
+        every = itertools.product(range(self.kv.shape.layers), range(self.kv.shape.kv_heads))
+        return [(layer, head, self._now(layer, head)) for layer, head in every]
+
+    def _now(self, layer: int, head: int) -> set[int]:
+        return set(self.kv.kept(layer, head).tolist())
 
     @property
     def budget(self) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 
 from fakes import END, PADDED, ByteTokenizer, ChatML, FakeEngine, ThinkML
 from small import SPOKEN, network, over
+from views import kept
 
-from minikv.cache.stats import Shape
 from minikv.chat.answer import Verification
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import TurnReport
@@ -25,23 +25,20 @@ def chat(
     **given: Any,
 ) -> ChatSession:
     """A session over a small random network that speaks bytes. window: of all layers."""
-    windows = (window,) * layers
-    net = network(64, 3, windows=windows, max_context=2048, vocab=PADDED, **SPOKEN)
+    size = {"max_context": 2048}
+    net = network(64, 3, windows=(window,) * layers, vocab=PADDED, **size, **SPOKEN)
     eviction = EvictionConfig.read(policy, decode, budget)
-    tokenizer = ByteTokenizer()
-    return chat_over(
-        Engine(net, over(net, eviction.rules())),
-        tokenizer,
-        ChatML(tokenizer),
-        max_context=2048,
-        eviction=eviction,
-        **given,
-    )
+    engine = Engine(net, over(net, eviction.rules()))
+    return chat_over(engine, eviction=eviction, **size, **given)
 
 
-def chat_over(engine: Any, tokenizer: Any, template: Any, **given: Any) -> ChatSession:
+def chat_over(
+    engine: Any, tokenizer: Any = None, template: Any = None, **given: Any
+) -> ChatSession:
     """A chat whose settings are given by name, with the others; later questions are answered from
-    what the first one left, unless `reuse` says otherwise."""
+    what the first one left, unless `reuse` says otherwise. By default it speaks bytes."""
+    tokenizer = tokenizer or ByteTokenizer()
+    template = template or ChatML(tokenizer)
     if "fidelity" in given:
         given["fidelity"] = "on" if given["fidelity"] else "off"
     named = {name: given.pop(name) for name in settings_of(Settings) if name in given}
@@ -51,10 +48,10 @@ def chat_over(engine: Any, tokenizer: Any, template: Any, **given: Any) -> ChatS
 
 def scripted(text: str, *, opens: bool = False, forgets: bool = True) -> ChatSession:
     """A chat over a fake whose every answer is this text, with its thoughts."""
-    engine, tokenizer = FakeEngine(length=10_000), ByteTokenizer()
-    template = ThinkML(tokenizer, opens=opens, forgets=forgets)
+    engine = FakeEngine(length=10_000)
+    template = ThinkML(ByteTokenizer(), opens=opens, forgets=forgets)
     engine.script = [0] * len(template.opens) + [*text.encode(), END]
-    return chat_over(engine, tokenizer, template)
+    return chat_over(engine, template.tokenizer, template)
 
 
 def say(session: ChatSession, question: str, tokens: int = 8) -> tuple[str, list[int]]:
@@ -72,9 +69,7 @@ def talked(session: ChatSession, document: str, *questions: str) -> ChatSession:
 
 
 def held_of(session: ChatSession) -> list[list[int]]:
-    kv: Any = session.engine.kv
-    assert isinstance(kv.shape, Shape)
-    return [kv.kept(i, h).tolist() for i in range(kv.shape.layers) for h in range(2)]
+    return kept(session.engine.kv)  # type: ignore[arg-type]
 
 
 def reported(session: ChatSession) -> TurnReport:

@@ -49,11 +49,10 @@ def before(hit: Callable[[], int], *names: str) -> Iterator[None]:
     def failing(kind: Any, real: Any) -> Any:
         def call(*given: Any) -> int:
             number = hit()
-            if number:
-                ctypes.set_errno(number)
-                return -1
-            found: int = real(*given)
-            return found
+            if not number:
+                return int(real(*given))
+            ctypes.set_errno(number)
+            return -1
 
         return kind(call)
 

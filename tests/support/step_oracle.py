@@ -55,18 +55,9 @@ def _view(
     """Of heads [F], of which only those that are `over` give up a row. index, live: as `in_use`."""
     pos = rows.pos[index].to(torch.int64)
     pos = pos.masked_fill(~live | (pos < rows.pinned) | ~over[:, None], -1)
-    end = rows.newest + 1
-    return StepView(
-        end,
-        pos,
-        policy.free(pos, end, 1),
-        rows.cap.flatten(),
-        1,
-        layer,
-        len(pos),
-        lambda name: columns[name][index],
-        **more,
-    )
+    end, heads, read = rows.newest + 1, len(pos), lambda name: columns[name][index]
+    free, cap = policy.free(pos, end, 1), rows.cap.flatten()
+    return StepView(end, pos, free, cap, 1, layer, heads, read, **more)
 
 
 def end_of_step(
@@ -93,36 +84,19 @@ def end_of_step(
 
 
 def h2o_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
+    logits: Tensor, lse: Tensor, rows: Rows, free: Tensor, columns: Sequence[Tensor], quota: Tensor
 ) -> None:
     given = quota.flatten()
     policy = GivenH2O(recent_share=0.5, sinks=rows.sinks, recent=rows.recent, given=given)
-    end_of_step(policy, logits, lse, rows, free_slot, columns)
+    end_of_step(policy, logits, lse, rows, free, columns)
 
 
 def roco_step(
-    logits: Tensor,
-    lse: Tensor,
-    rows: Rows,
-    free_slot: Tensor,
-    columns: Sequence[Tensor],
-    quota: Tensor,
+    logits: Tensor, lse: Tensor, rows: Rows, free: Tensor, columns: Sequence[Tensor], quota: Tensor
 ) -> None:
-    policy = GivenRoCo(
-        sinks=rows.sinks,
-        recent=rows.recent,
-        scope=0.3,
-        scope_prompt=0.1,
-        pool=1,
-        lead=1.0,
-        given=quota.flatten(),
-    )
-    end_of_step(policy, logits, lse, rows, free_slot, columns)
+    options: Any = {"scope": 0.3, "scope_prompt": 0.1, "pool": 1, "lead": 1.0}
+    policy = GivenRoCo(sinks=rows.sinks, recent=rows.recent, given=quota.flatten(), **options)
+    end_of_step(policy, logits, lse, rows, free, columns)
 
 
 def hash_append(rule: HashRule, new: NewRow) -> bool:

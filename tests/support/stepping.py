@@ -9,7 +9,7 @@ from small import VOCAB, engine, ids, network
 from tape import Tape
 
 from minikv import policies
-from minikv.engine.capture import Capture
+from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
 from minikv.engine.sampling import Sampling, pick
 from minikv.kernels.dispatch import Kernels
@@ -21,7 +21,7 @@ STEPS = [name for name in policies.step_names() if name != "none"]
 
 @dataclass
 class Pair:
-    """`there` steps through a `Capture`, `here` through the scheduler; both must always agree."""
+    """`there` steps through an `Eager`, `here` through the scheduler; both must always agree."""
 
     here: Engine
     there: Engine
@@ -64,13 +64,12 @@ class Pair:
             rows = index[live]
             assert torch.equal(a.columns["pos"][rows], b.columns["pos"][rows])
             for name, column in a.columns.items():
-                torch.testing.assert_close(
-                    column[rows], b.columns[name][rows], rtol=1e-3, atol=1e-3
-                )
+                other = b.columns[name][rows]
+                torch.testing.assert_close(column[rows], other, rtol=1e-3, atol=1e-3)
 
 
 def pair(
-    capture: Capture,
+    capture: Eager,
     prompt: str = "full",
     step: str = "none",
     budget: int | None = None,
@@ -81,10 +80,8 @@ def pair(
     options: dict[str, object] | None = None,
 ) -> Pair:
     net = net or network(layers=2)
-    one, two = (
-        engine(net, prompt, step, budget, each, kv=kv, step_options=options)
-        for each in (None, capture)
-    )
+    given = {"kv": kv, "step_options": options}
+    one, two = (engine(net, prompt, step, budget, each, **given) for each in (None, capture))
     if isinstance(capture, Tape):
         two.kv.use(Kernels())  # a tape hears torch alone, and nothing may read a value
     return Pair(one, two, sampling)

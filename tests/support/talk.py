@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 
 import pytest
 from typed import context
@@ -33,13 +34,8 @@ class Talk:
     capsys: pytest.CaptureFixture[str]
 
     def ask(self, question: str) -> str:
-        run_turn(
-            self.session,
-            question,
-            self.context.generation,
-            self.terminal(),
-            self.context.interrupts,
-        )
+        how = self.context
+        run_turn(self.session, question, how.generation, self.terminal(), how.interrupts)
         return self.capsys.readouterr().out
 
     def terminal(self) -> Terminal:
@@ -57,15 +53,11 @@ class Talk:
         return captured.out, captured.err
 
     def refused(self, line: str) -> str:
-        before = self.session.messages, self.session.fed, self.session.eviction, self.session.seed
+        facts = attrgetter("messages", "fed", "eviction", "seed")
+        before = facts(self.session)
         with pytest.raises(UsageError) as error:
             self.run(line)
-        assert before == (
-            self.session.messages,
-            self.session.fed,
-            self.session.eviction,
-            self.session.seed,
-        )
+        assert before == facts(self.session)
         return f"{error.value}; {error.value.hint}"
 
 

@@ -23,13 +23,7 @@ _WAITS = frozenset(
 class NoWaiting(TorchDispatchMode):
     """Refuses every operation that a capture would."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.check(func, args)
         return func(*args, **(kwargs or {}))
 
@@ -48,13 +42,7 @@ class _Recording(NoWaiting):
         super().__init__()
         self.done: list[tuple[Any, Sequence[Any], Mapping[str, Any], Any]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = super().__torch_dispatch__(func, types, args, kwargs)
         self.done.append((func, args, kwargs or {}, out))
         return out
@@ -95,7 +83,7 @@ def _again(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     """Run an operation again; what it made new goes where it was then."""
     found = func(*args, **kwargs)
     for then, now in zip(tree_leaves(out), tree_leaves(found), strict=True):
-        if isinstance(then, Tensor) and (
-            then.untyped_storage().data_ptr() != now.untyped_storage().data_ptr()
-        ):
-            then.copy_(now)
+        if isinstance(then, Tensor):
+            memory, other = (t.untyped_storage().data_ptr() for t in (then, now))
+            if memory != other:
+                then.copy_(now)

@@ -4,6 +4,8 @@ numbers, so that what is read or written beside them is noticed."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +17,24 @@ def randoms(seed: int, *shape: int, dtype: torch.dtype = torch.float32, by: floa
     """Normal numbers times `by`."""
     made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return (made * by).to(dtype)
+
+
+def angles(seed: int, rows: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and signed sines [rows, 1, size] of a random rotation."""
+    angle = randoms(seed, rows, 1, size // 2, by=3.0)
+    cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    return cos.to(dtype), sin.to(dtype)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """torch computes with so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def segments(lengths: list[int], gap: int = 3) -> tuple[Tensor, Tensor, int]:

@@ -58,16 +58,24 @@ class Terminals:
         """Wait for the end and return the exit code."""
         end = time.monotonic() + 60
         while time.monotonic() < end:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            if done:
-                self.pid = 0
-                return os.waitstatus_to_exitcode(status)
             if select.select([self.fd], [], [], 0.05)[0]:
                 try:
                     self.seen += os.read(self.fd, 4096).decode("utf-8", "replace")
-                except OSError:
-                    time.sleep(0.05)
+                    continue
+                except OSError:  # nobody has the other side any more
+                    time.sleep(0.02)
+            code = self.ended()
+            if code is not None:
+                return code
         raise AssertionError(f"still running: {self.seen!r}")
+
+    def ended(self) -> int | None:
+        """The exit code, once there is one."""
+        done, status = os.waitpid(self.pid, os.WNOHANG)
+        if not done:
+            return None
+        self.pid = 0
+        return os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
         if self.pid:

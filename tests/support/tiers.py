@@ -23,9 +23,8 @@ def served() -> list[str]:
     """The prompt policies that can choose from a tier."""
     net = small.network(layers=1)
     names = (name for name in policies.prompt_names() if name != "full")
-    return [
-        name for name in names if small.engine(net, name, "none", 60).kv.rules.cannot_recall is None
-    ]
+    made = ((name, small.engine(net, name, "none", 60).kv.rules) for name in names)
+    return [name for name, rules in made if rules.cannot_recall is None]
 
 
 def tiered(

@@ -21,6 +21,14 @@ TEMPLATE = (
     "{{ m.content }}<|eot_id|>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
+CONFIG = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+    **{"hidden_size": HIDDEN, "intermediate_size": MLP, "num_hidden_layers": LAYERS},
+    **{"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD},
+    **{"max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0},
+    **{"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    **{"bos_token_id": 0, "eos_token_id": 1, "torch_dtype": "float32"},
+}
 
 
 def write(folder: Path, seed: int = 0) -> Path:
@@ -34,34 +42,9 @@ def write(folder: Path, seed: int = 0) -> Path:
     tokenizer.add_special_tokens(list(CONTROL))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"bos_token": CONTROL[0], "eos_token": CONTROL[1]})
-    )
-    (folder / "config.json").write_text(
-        json.dumps(
-            {
-                "architectures": ["LlamaForCausalLM"],
-                "model_type": "llama",
-                "vocab_size": len(vocab),
-                "hidden_size": HIDDEN,
-                "intermediate_size": MLP,
-                "num_hidden_layers": LAYERS,
-                "num_attention_heads": HEADS,
-                "num_key_value_heads": KV_HEADS,
-                "head_dim": HEAD,
-                "max_position_embeddings": CONTEXT,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 10000.0,
-                "tie_word_embeddings": False,
-                "bos_token_id": 0,
-                "eos_token_id": 1,
-                "hidden_act": "silu",
-                "torch_dtype": "float32",
-                "attention_bias": False,
-                "mlp_bias": False,
-            }
-        )
-    )
+    special = {"bos_token": CONTROL[0], "eos_token": CONTROL[1]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": len(vocab)}))
     save_file(_weights(vocab, seed), str(folder / "model.safetensors"))
     return folder
 
@@ -82,12 +65,13 @@ def _weights(vocab: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
             matrix = weights[f"{at}self_attn.{name}_proj.weight"] = random(rows * HEAD, HIDDEN)
             if name == "q":  # the first KV head's queries see less, and that more sharply: with
                 matrix[: HEADS // KV_HEADS * HEAD] *= 6  # much more, rounding chooses what stays
-        weights[f"{at}self_attn.o_proj.weight"] = random(HIDDEN, HEADS * HEAD)
-        weights[f"{at}mlp.gate_proj.weight"] = random(MLP, HIDDEN)
-        weights[f"{at}mlp.up_proj.weight"] = random(MLP, HIDDEN)
-        weights[f"{at}mlp.down_proj.weight"] = random(HIDDEN, MLP)
-        weights[f"{at}input_layernorm.weight"] = 1 + random(HIDDEN)
-        weights[f"{at}post_attention_layernorm.weight"] = 1 + random(HIDDEN)
+        for name, *size in (
+            *(("self_attn.o", HIDDEN, HEADS * HEAD), ("mlp.gate", MLP, HIDDEN)),
+            *(("mlp.up", MLP, HIDDEN), ("mlp.down", HIDDEN, MLP)),
+        ):
+            weights[f"{at}{name}_proj.weight"] = random(*size)
+        for name in ("input", "post_attention"):
+            weights[f"{at}{name}_layernorm.weight"] = 1 + random(HIDDEN)
     head = torch.zeros(len(vocab), HIDDEN)  # logits of 0, which the best of 26 others beats
     letters = [vocab[letter] for letter in "abcdefghijklmnopqrstuvwxyz"]
     head[letters] = random(26, HIDDEN)

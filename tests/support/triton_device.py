@@ -19,14 +19,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SEED = int(os.environ.get("GPU_TEST_SEED", "5"))
 """Of random numbers: another one in each run on a GPU, see tests/conftest.py."""
+INTERPRETER = {"TRITON_INTERPRET": "1", "GPU_TEST_SEED": "5"}
+"""The environment of a process that runs kernels in Triton's interpreter."""
+DAY_AND_NIGHT = [
+    pytest.param("not soak", id="day"),
+    pytest.param("soak", marks=pytest.mark.soak, id="night"),
+]
 
 
-def interpret(files: list[Path], *, soak: bool) -> None:
-    """Run the tests of files in Triton's interpreter, which is chosen at the first import: those
-    of every day, or with `soak` those of the night."""
-    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-m", "soak" if soak else "not soak"]
+def apart(*files: Path, mark: str, **env: str) -> None:
+    """Run the tests of files, those with this mark, in a process of its own."""
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-m", mark]
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
-    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore", "GPU_TEST_SEED": "5"}
+    env = {**os.environ, "PYTHONWARNINGS": "ignore", **env}
     ran = subprocess.run(command, env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-6000:]
     assert " passed" in ran.stdout
@@ -58,7 +63,7 @@ def guarded(t: Tensor) -> Tensor:
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, generator=randoms(seed)) * scale).to(dtype)
+    return tensors.randoms(SEED + seed, *shape, dtype=dtype, by=scale)
 
 
 def close(got: Tensor, want: Tensor, loose: float = 1e-5) -> None:

@@ -71,15 +71,10 @@ class World:
             raise self.failure
         self.settings, tokenizer, kv = settings, ByteTokenizer(), self.engine.kv
         engine: Any = self.engine
-        self._session = ChatSession(
-            engine,
-            tokenizer,
-            ChatML(tokenizer),
-            replace(settings, reuse="once"),
-            max_context=self.max_context,
-            facts=Facts(weights=settings.weights),
-            recall=Recall(kv, settings.tier),  # type: ignore[arg-type]
-        )
+        given = {"max_context": self.max_context, "facts": Facts(weights=settings.weights)}
+        given |= {"recall": Recall(kv, settings.tier)}  # type: ignore[arg-type]
+        settings = replace(settings, reuse="once")
+        self._session = ChatSession(engine, tokenizer, ChatML(tokenizer), settings, **given)
         return self._session
 
     def writes(self, answer: str | bytes) -> None:
@@ -102,8 +97,7 @@ class World:
 
 def fake_chat(engine: Any = None, **given: Any) -> ChatSession:
     """A chat over a fake. given: as of `small_chat.chat_over`."""
-    tokenizer = ByteTokenizer()
-    return chat_over(engine or FakeEngine(), tokenizer, ChatML(tokenizer), **given)
+    return chat_over(engine or FakeEngine(), **given)
 
 
 def answer_of(document: str, question: str, length: int = 12) -> str:

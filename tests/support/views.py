@@ -47,17 +47,10 @@ def looked(
     heads, _, observed, rows = given.shape
     if pos is None:
         pos = torch.arange(rows).expand(heads, rows)
-    mass = given.sum(2)
+    mass, squares, end = given.sum(2), given.mean(1).square().sum(1), int(pos.max()) + 1
     fetched = torch.ones(heads, rows, 1) if value is None else value
     return PromptView(
-        0,
-        int(pos.max()) + 1,
-        pos,
-        observed,
-        mass,
-        given.mean(1).square().sum(1),
-        lambda: fetched,
-        lambda: fetched,
+        *(0, end, pos, observed, mass, squares, lambda: fetched, lambda: fetched),
         output=None if output is None else lambda: output,
         budget=budget,
         attention=lambda heads: given[heads],
@@ -90,6 +83,22 @@ def kept(kv: KVCache) -> list[list[int]]:
     """The positions that each head of each layer holds."""
     heads = range(kv.shape.kv_heads)
     return [kv.kept(layer, h).tolist() for layer in range(kv.shape.layers) for h in heads]
+
+
+def read(kv: KVCache, query: Tensor, key: Tensor, lo: int, hi: int) -> None:
+    """The rows lo to hi - 1 as a prompt: query [L, N, H * G, D]; key [L, N, H, D], and as value."""
+    kv.begin(hi - lo)
+    for layer in range(len(key)):
+        kv.attend(layer, *(x[layer, lo:hi] for x in (query, key, key)))
+    kv.end(hi - lo)
+
+
+def write(kv: KVCache, query: Tensor, key: Tensor, lo: int, hi: int) -> None:
+    """The same rows as an answer."""
+    for at in range(lo, hi):
+        for layer in range(len(key)):
+            kv.attend(layer, *(x[layer, at : at + 1] for x in (query, key, key)))
+        kv.end(1)
 
 
 def random_mass(heads: int = 3, group: int = 2, rows: int = 120, seed: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ import json
 import random
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,9 @@ REAL = (
     "tekken_240911.json",
 )
 """All seven that mistral_common ships."""
-LLAMA_3 = tuple(
-    f"<|{name}|>"
-    for name in "begin_of_text end_of_text start_header_id end_header_id eot_id eom_id "
-    "python_tag".split()
-)
+_MARKS = "begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag"
+LLAMA_3 = tuple(f"<|{name}|>" for name in _MARKS.split())
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
-
 FORMATS = "llama-2 llama-3 mistral-v1 mistral-v3 mistral-v7 chatml zephyr plain".split()
 """Names of built-in chat formats."""
 
@@ -80,14 +77,11 @@ def _word_pieces(version: str) -> str:
         halves = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
         found = [(a, b) for a, b in halves if a in known and b in known]
         merges += sorted(found, key=lambda ab: (vocab[ab[0]], vocab[ab[1]]))
-    made = Tokenizer(
-        models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    space = decoders.Replace("▁", " ")
-    strip = decoders.Strip(" ", 1, 0)
+    bytes_ = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    made = Tokenizer(models.BPE(vocab, merges, **bytes_))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    made.normalizer = normalizers.Sequence(spaces)
+    space, strip = decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)
     made.decoder = decoders.Sequence([space, decoders.ByteFallback(), decoders.Fuse(), strip])
     made.add_special_tokens([_special(pieces[id]) for id in sorted([*fixed, *own])])
     return made.to_str()
@@ -106,14 +100,8 @@ def legacy_json(version: str) -> dict[str, Any]:
 def first_json(version: str) -> dict[str, Any]:
     """A space before the first text only (Mistral v0.3)."""
     data = legacy_json(version)
-    data["normalizer"] = None
-    data["pre_tokenizer"] = {
-        "type": "Metaspace",
-        "replacement": "▁",
-        "prepend_scheme": "first",
-        "split": False,
-    }
-    return data
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
+    return data | {"normalizer": None, "pre_tokenizer": space}
 
 
 TEKKEN_SPECIALS = 1000
@@ -164,11 +152,8 @@ def _byte_level(specials: tuple[str, ...], entries: int, count: int, version: st
 
     vocab = {name: id for id, name in enumerate(names)}
     vocab |= {spell(token): count + rank for rank, token in enumerate(ranks)}
-    merges = [
-        tuple(map(spell, _last_merge(token, rank, order)))
-        for rank, token in enumerate(ranks)
-        if len(token) > 1
-    ]
+    longer = ((rank, token) for rank, token in enumerate(ranks) if len(token) > 1)
+    merges = [tuple(map(spell, _last_merge(token, rank, order))) for rank, token in longer]
     made = Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -182,9 +167,8 @@ def _last_merge(token: bytes, limit: int, order: dict[bytes, int]) -> tuple[byte
     """The two parts that a token is made of when only earlier ranks may merge."""
     parts = [token[at : at + 1] for at in range(len(token))]
     while len(parts) > 2:
-        rank, at = min(
-            (order.get(parts[n] + parts[n + 1], limit), n) for n in range(len(parts) - 1)
-        )
+        pairs = enumerate(pairwise(parts))
+        rank, at = min((order.get(one + two, limit), n) for n, (one, two) in pairs)
         assert rank < limit, token
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts[0], parts[1]
@@ -228,16 +212,8 @@ _WORDS = (
     世界 日本語 한국어 ไทย 🇨🇭 🤗 é ﬁ ½ ² Ⅷ İ ß x=y*2 foo_bar() http://a.b?d=1&e don't HTML <b>
     </b> {{ }} {% raw %} %s ' ` ~ ^ � <0x0A>
     """.split(),
-    "\U0001f469\u200d\U0001f467",
-    "\\n",
-    '"',
-    "\uffff",
-    "\u200b",
-    "\ufeff",
-    "\xa0",
-    "\x00",
-    "\x7f",
-    "\x85",
+    *("\U0001f469\u200d\U0001f467", "\\n", '"', "\uffff", "\u200b", "\ufeff"),
+    *("\xa0", "\x00", "\x7f", "\x85"),
 )
 _GAPS = ("", " ", " ", " ", "  ", "   ", "\n", "\n\n", "\t", "\r\n", " \n ", "        ", "\u3000")
 
@@ -254,13 +230,8 @@ def random_text(rng: random.Random, extra: tuple[str, ...] = (), longest: int = 
         elif draw < 0.9:
             parts.append("".join(rng.choices("abcdefgXYZ0123456789,.;:!?-<>[]|/_", k=6)))
         else:
-            code = rng.choice(
-                [
-                    rng.randrange(0x20, 0x250),
-                    rng.randrange(0x20, 0xD800),
-                    rng.randrange(0xE000, 0x110000),
-                ]
-            )
+            ranges = (0x20, 0x250), (0x20, 0xD800), (0xE000, 0x110000)
+            code = rng.choice([rng.randrange(*ends) for ends in ranges])
             parts.append(chr(code) * rng.choice([1, 1, 2, 5]))
         parts.append(rng.choice(_GAPS))
     return "".join(parts)

@@ -15,7 +15,7 @@ import step_oracle
 import torch
 from forms import Form, forms, needs_c
 from pairwise import pairwise, some_by_day
-from tensors import absurd, guarded, in_use, randoms, untouched
+from tensors import absurd, angles, guarded, in_use, randoms, untouched
 from torch import Tensor
 from triton_device import INTERPRETED, close, kernel, on_device
 from triton_device import guarded as place
@@ -26,6 +26,7 @@ from minikv.kernels.append import plain
 from minikv.policies.hashevict import HashEvict
 
 LAYER = 3
+Place = Callable[[Tensor], Tensor]
 _PLACED = "query", "key", "value", "start", "length", "cap", "free_slot", "position"
 
 
@@ -38,7 +39,7 @@ class Case:
 
 
 def run(
-    kernel: Callable[..., bool], case: Case, place: Callable[[Tensor], Tensor], **more: int
+    kernel: Callable[..., bool], case: Case, place: Place, **more: int
 ) -> tuple[bool, dict[str, Tensor]]:
     """What a kernel returns and writes."""
     new = case.new
@@ -61,11 +62,7 @@ def run(
 
 
 def check(
-    kernel: Callable[..., bool],
-    case: Case,
-    place: Callable[[Tensor], Tensor],
-    loose: float = 0.0,
-    **more: int,
+    kernel: Callable[..., bool], case: Case, place: Place, loose: float = 0.0, **more: int
 ) -> None:
     """The kernel chooses and writes what the rule chooses and torch writes."""
     _, want = run(step_oracle.hash_append, case, guarded)
@@ -141,30 +138,13 @@ def drawn(
         angle = normal(1, 1, size // 2) * 3
         cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
         turn = cos.to(dtype), sin.to(dtype), torch.zeros(heads, group, size, dtype=dtype)
-    new = NewRow(
-        LAYER,
-        x[:, :-1].contiguous(),
-        x[:, -1].contiguous(),
-        normal(heads, size).to(dtype),
-        start,
-        length,
-        cap,
-        free_slot,
-        torch.tensor(rows),
-        columns,
-        int(length.max()) + 2,
-        pick.choice((0, 9)),
-        shown,
-        turn,
-    )
-    rule = HashEvict(
-        sinks=pick.choice((0, 5, 10**6)),
-        recent=pick.choice((0, 1, rows // 3)),
-        bits=bits,
-        hash_with=pick.choice(("query", "key")),
-        seed=0,
-        matrices={LAYER: matrix},
-    )
+    vectors = x[:, :-1].contiguous(), x[:, -1].contiguous(), normal(heads, size).to(dtype)
+    tables = start, length, cap, free_slot, torch.tensor(rows)
+    width, pinned = int(length.max()) + 2, pick.choice((0, 9))
+    new = NewRow(LAYER, *vectors, *tables, columns, width, pinned, shown, turn)
+    sinks, recent = pick.choice((0, 5, 10**6)), pick.choice((0, 1, rows // 3))
+    by, matrices = pick.choice(("query", "key")), {LAYER: matrix}
+    rule = HashEvict(sinks=sinks, recent=recent, bits=bits, hash_with=by, seed=0, matrices=matrices)
     return Case(rule, new)
 
 
@@ -199,9 +179,7 @@ def test_rotate_append(
     rows = 3 * heads + 2
     qkv = randoms(1, heads * (group + 2), size, dtype=dtype, by=3.0)
     qkv[-1] = 0.0
-    angle = randoms(2, 1, 1, size // 2, by=3.0)
-    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    cos, sin = angles(2, 1, size, dtype)
     slot = torch.randperm(rows, generator=torch.Generator().manual_seed(3))[:heads]
     given = [qkv, cos, sin, slot, torch.tensor(41)]
     ours = arena(form, rows, size, dtype, coded)
@@ -332,9 +310,7 @@ HASHED = [
     ],
     ids=str,
 )
-def test_victims_and_new_rows_in_triton(
-    dtype: torch.dtype, bits: int, size: int, more: str
-) -> None:
+def test_victims_and_new_rows_in_triton(dtype: Any, bits: int, size: int, more: str) -> None:
     """A head's rows are divided among programs, some of which have two tiles."""
     for seed in range(2):
         case = drawn(seed + bits, dtype, bits, exact=seed == 0, sizes=(size,), more=more)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from forms import Form, each, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prompts import weights
-from tensors import randoms
+from tensors import randoms, torch_threads
 from torch import Tensor
 from triton_device import DEVICE, INTERPRETED, close, on_device
 
@@ -21,32 +22,24 @@ from minikv import kernels
 from minikv.kernels.attention import cpu as native
 from minikv.kernels.attention import plain as twin
 
-WAYS = [
-    pytest.param(
-        way,
-        marks=pytest.mark.skipif(INTERPRETED or not way.available(), reason="not here"),
-        id=name,
-    )
-    for name, way in (("tiles", native.TILES), ("bf16", native.BF16), ("floats", native.FLOAT))
-]
-ways = pytest.mark.parametrize("way", WAYS)
+
+def here(way: native.Prefill, name: str) -> Any:
+    lacks = pytest.mark.skipif(INTERPRETED or not way.available(), reason="not here")
+    return pytest.param(way, marks=lacks, id=name)
+
+
+WAYS = {"tiles": native.TILES, "bf16": native.BF16, "floats": native.FLOAT}
+ways = pytest.mark.parametrize("way", [here(way, name) for name, way in WAYS.items()])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Pair = tuple[Tensor, Tensor]
 
 
 def make(
-    heads: int,
-    group: int,
-    rows: int,
-    keys: int,
-    size: int,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    seed: int = 0,
-    by: float = 2.0,
+    *sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, by: float = 2.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [H, G, T, D], k and v [H, N, D] as a prefill has them: queries [T, H, G, D] in memory, rows
-    those of a longer buffer, with NaN beyond them."""
+    those of a longer buffer, with NaN beyond them. sizes: H, G, T, N and D."""
+    heads, group, rows, keys, size = sizes
     q = randoms(seed, rows, heads, group, size, dtype=dtype, by=by)
     k, v = torch.full((2, heads, keys + 5, size), math.nan, dtype=dtype)
     for i, x in enumerate((k, v)):
@@ -103,7 +96,7 @@ def test_odd_sizes(kind: str, form: Form, case: Any, monkeypatch: pytest.MonkeyP
     if form.by == "c" and size % 16 == 0:
         monkeypatch.setattr(twin, "rows_attention", None)
     keys = rows if kind == "causal" else rows + keys if kind == "last" else keys
-    q, k, v = make(heads, group, rows, keys, size, dtype)
+    q, k, v = make(heads, group, rows, keys, size, dtype=dtype)
     found = form(q, k, v) if kind != "causal" else form(q, k, v, causal=True)
     first = {"rows": keys, "causal": 1, "last": keys - rows + 1}[kind]
     check(found, truth(q, k, v, first), dtype)
@@ -122,7 +115,7 @@ def test_odd_sizes(kind: str, form: Form, case: Any, monkeypatch: pytest.MonkeyP
 )
 def test_any_size_in_c(way: native.Prefill, causal: bool, dtype: torch.dtype, **n: int) -> None:
     keys = n["rows"] if causal else n["keys"]
-    q, k, v = make(n["heads"], n["group"], n["rows"], keys, 16 * n["steps"], dtype, seed=3)
+    q, k, v = make(n["heads"], n["group"], n["rows"], keys, 16 * n["steps"], dtype=dtype, seed=3)
     found = way.rows_attention(q, k, v, causal=causal)
     check(found, truth(q, k, v, 1 if causal else keys), dtype)
 
@@ -135,7 +128,7 @@ def test_logits_that_rise_and_fall_by_thousands(
     way: native.Prefill, steep: float, dtype: torch.dtype, causal: bool
 ) -> None:
     """Far beyond what an exponent holds, above or below the first logits: the bound must move."""
-    q, k, v = (x.clone() for x in make(2, 3, 270, 270, 64, dtype, seed=1, by=1.0))
+    q, k, v = (x.clone() for x in make(2, 3, 270, 270, 64, dtype=dtype, seed=1, by=1.0))
     q[..., 0] = 8.0
     q[:, 1, ::2, 0] *= -1
     k[..., 0] = steep * torch.arange(270)
@@ -177,17 +170,12 @@ def test_strides(way: native.Prefill) -> None:
 
 
 @ways
-def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(
-    way: native.Prefill,
-) -> None:
+def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(way: Any) -> None:
     q, k, v = make(4, 3, 170, 310, 64, seed=6)
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
+    found = []
+    for threads in (1, 2, 5):
+        with torch_threads(threads):
             found.append(way.last_rows_attention(q, k, v))
-    finally:
-        torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))  # noqa: B905
     parts = [
         way.rows_attention(q, k[:, :140], v[:, :140]),
@@ -200,9 +188,7 @@ def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(
 
 @ways
 @pytest.mark.parametrize("what", ["float16", "mixed", "size", "wide", "turned", "none", "library"])
-def test_torch_takes_the_rest_of_rows(
-    way: native.Prefill, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_takes_the_rest_of_rows(way: native.Prefill, what: str, monkeypatch: Any) -> None:
     q, k, v = make(2, 3, 20, 30, {"size": 40, "wide": 272}.get(what, 64))
     if what == "float16":
         q, k, v = q.half(), k.half(), v.half()
@@ -214,17 +200,12 @@ def test_torch_takes_the_rest_of_rows(
         q = q[:, :, :0]
     elif what == "library":
         monkeypatch.setattr(native, "_available", lambda _: False)
-    asked = []
-
-    def other(*inputs: Tensor, causal: bool = False) -> Pair:
-        asked.append(causal)
-        out = torch.zeros(inputs[0].shape)
-        return out, out[..., 0]
-
+    other = Mock(side_effect=lambda q, *_, **__: (torch.zeros(q.shape), torch.zeros(q.shape[:3])))
     monkeypatch.setattr(twin, "rows_attention", other)
     way.rows_attention(q, k, v)
     way.rows_attention(q, k, v, causal=True)
     way.last_rows_attention(q, k, v)
+    asked = [call.kwargs.get("causal", False) for call in other.call_args_list]
     assert asked == [False, True, True, False]
 
 
@@ -253,7 +234,7 @@ def test_a_machine_without_the_instructions(found: object, monkeypatch: pytest.M
 @pytest.mark.parametrize("window", [None, 1, 6])
 def test_visible_rows(sizes: tuple[int, ...], window: int | None) -> None:
     """Keys in any order, some missing; a missing one may hold NaN."""
-    q, k, v = make(*sizes, torch.float32)
+    q, k, v = make(*sizes, dtype=torch.float32)
     rows, keys = q.shape[2], k.shape[1]
     generator = torch.Generator().manual_seed(5)
     pos = torch.stack([torch.randperm(keys + 3, generator=generator)[:keys] for _ in k])
@@ -337,13 +318,7 @@ def parts_of(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Pai
         ((2, 3, 7, 256), 8),
     ],
 )
-def test_parts_are_joined(
-    form: Form,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    count: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_parts_are_joined(form: Form, dtype: Any, shape: Any, count: int, monkeypatch: Any) -> None:
     if form.by == "c" and dtype != torch.float16:
         monkeypatch.setattr(twin, "merge", None)
     parts = parts_of(count, shape, dtype)
@@ -405,14 +380,11 @@ def test_torch_takes_the_rest_of_parts(what: str, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_which_of_the_librarys_kernels_a_gpu_takes(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    capability: tuple[int, int],
-    kernel: str | None,
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: Any, kernel: str | None
 ) -> None:
     """There is none for bfloat16 on a GPU that does not multiply it."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    q, k, v = make(2, 2, 4, 8, 16, dtype)
+    q, k, v = make(2, 2, 4, 8, 16, dtype=dtype)
     if kernel is None:
         assert twin.cuda_attention(q, k, v, causal=False) is None
         return
@@ -430,7 +402,7 @@ def test_which_of_the_librarys_kernels_a_gpu_takes(
 def test_the_librarys_kernels_mask_the_last_rows(
     dtype: torch.dtype, rows: int, keys: int, window: int | None
 ) -> None:
-    q, k, v = make(2, 3, rows, keys, 64, dtype, by=1.0)
+    q, k, v = make(2, 3, rows, keys, 64, dtype=dtype, by=1.0)
     there = q.to(DEVICE), k.to(DEVICE), v.to(DEVICE)
     if window is None:
         found = twin.last_rows_attention(*there)

@@ -8,6 +8,7 @@ a CUDA device, they also run on it (marker `gpu`).
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -19,17 +20,22 @@ from minikv.kernels.evict import plain as plain_torch
 pytest.importorskip("triton", reason="no Triton on this system")
 
 
+def places(heads: int, count: int) -> Tensor:
+    """Positions in any order, some of which are no rows."""
+    drawn = [torch.randperm(2 * count, generator=randoms(h))[:count] for h in range(heads)]
+    pos = torch.stack(drawn)
+    pos[:, 2::5] = -1
+    return pos
+
+
 def rows(heads: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores with many ties, positions in any order, some of which are no rows, and free rows."""
+    """Scores with many ties, `places`, and free rows."""
     scores = draw(1, (heads, count), torch.float32).mul(4).round() / 4
     scores[:, ::7] = 0.0
     scores[:, 3::7] = -0.0
     scores[:, 5::11] = math.inf
     scores[:, 6::11] = -math.inf
-    pos = torch.stack(
-        [torch.randperm(2 * count, generator=randoms(h))[:count] for h in range(heads)]
-    )
-    pos[:, 2::5] = -1
+    pos = places(heads, count)
     free = (torch.rand((heads, count), generator=randoms(9)) < 0.7) & (pos >= 0)
     free[0] = False
     return scores, pos, free
@@ -41,13 +47,7 @@ def same(got: Tensor, want: Tensor) -> None:
 
 
 def chosen_alike(
-    scores: Tensor,
-    pos: Tensor,
-    free: Tensor,
-    wish: Tensor,
-    totals: list[int],
-    *,
-    whole: bool = False,
+    scores: Tensor, pos: Tensor, free: Tensor, wish: Tensor, totals: list[int], whole: bool = False
 ) -> None:
     """By `best` and by `wanted`, as in torch. whole: also by `best` with further rows, and with one
     count for all heads."""
@@ -113,8 +113,7 @@ def test_the_edge_of_long_heads() -> None:
 @pytest.mark.parametrize(("heads", "rows", "early"), [(1, 1, 1), (3, 70, 0), (5, 4100, 900)])
 def test_rows_of_each_head(heads: int, rows: int, early: int) -> None:
     made = kernel("evict.heads_gpu")
-    pos = torch.stack([torch.randperm(2 * rows, generator=randoms(h))[:rows] for h in range(heads)])
-    pos[:, 2::5] = -1
+    pos = places(heads, rows)
     for sinks, young, pinned in ((0, 2 * rows, 0), (4, rows, 0), (2, rows, rows // 2)):
         want = plain_torch.divide(pos, sinks, young, pinned)
         for got, one in zip(made.divide(guarded(pos), sinks, young, pinned), want, strict=True):
@@ -151,12 +150,8 @@ def test_counts_of_heads(seed: int) -> None:
     for least in (0, 1, 7, 40):
         want = plain_torch.ensure_least(counts, sure, free, least)
         same(made.ensure_least(*map(guarded, (counts, sure, free)), least), want)
-    for room in (
-        (0, -1, 0, -1),
-        (9, -1, 2, -1),
-        (0, int(counts.sum()) + 20, 1, -1),
-        (0, 0, 3, 900),
-    ):
+    more = int(counts.sum()) + 20
+    for room in ((0, -1, 0, -1), (9, -1, 2, -1), (0, more, 1, -1), (0, 0, 3, 900)):
         tables = [torch.full((heads,), 99) for _ in range(5)]
         there = [guarded(t) for t in tables]
         plain_torch.lay_out(counts, 40, tuple(tables), *room)
@@ -178,12 +173,8 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
     at = at.view(heads, before)
     keep = torch.rand((heads, before + tokens), generator=randoms(6)) < 0.6
     keep[1], keep[2] = False, True
-    pos = torch.stack(
-        [
-            torch.cat((torch.randperm(before, generator=randoms(h)), before + torch.arange(tokens)))
-            for h in range(heads)
-        ]
-    )
+    new, shuffled = before + torch.arange(tokens), partial(torch.randperm, before)
+    pos = torch.stack([torch.cat((shuffled(generator=randoms(h)), new)) for h in range(heads)])
     order = pos[:, :before].argsort(1)
     index, count = plain_torch.survivors(keep, order)
     for h in range(heads):
@@ -204,20 +195,15 @@ def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int
     gather.gather_rows(*lists, staged, source, tuple(into), (guarded(pos), places), most)
     gather.gather_columns(*lists, [guarded(pos), guarded(scores)], [column, score], most)
     earlier = (*old, at) if before else None
-    plain_torch.gather_rows(
-        index, count, start, fresh, earlier, (want[0], want[1]), (pos, want[2]), 100
-    )
-    plain_torch.gather_columns(index, count, start, [pos, scores], want[3:], 100)
+    chosen = index, count, start
+    plain_torch.gather_rows(*chosen, fresh, earlier, (want[0], want[1]), (pos, want[2]), 100)
+    plain_torch.gather_columns(*chosen, [pos, scores], want[3:], 100)
     assert torch.equal(want[2], want[3])
     for got, expected in zip((*into, places, column, score), want, strict=True):
         assert torch.equal(got.cpu(), expected)
     # The twin itself, written out.
     for h in range(heads):
-        rows = [
-            old[0][at[h, r]] if r < before else fresh[0][h, r - before]
-            for r in index[h, : count[h]].tolist()
-        ]
-        begin = int(start[h])
-        for r, row in enumerate(rows):
-            assert torch.equal(want[0][begin + r], row)
+        for n, r in enumerate(index[h, : count[h]].tolist()):
+            row = old[0][at[h, r]] if r < before else fresh[0][h, r - before]
+            assert torch.equal(want[0][start[h] + n], row)
     assert bool((want[0][: int(start[0])] == 7).all())

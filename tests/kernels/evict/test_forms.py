@@ -7,12 +7,13 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from typing import Any
 
 import pytest
 import step_oracle
 import torch
 from forms import Form, forms, needs_c
-from tensors import guarded, segments, untouched
+from tensors import guarded, segments, torch_threads, untouched
 from torch import Tensor
 from triton_device import close
 
@@ -21,6 +22,7 @@ from minikv.kernels.evict import cpu as native
 from minikv.kernels.evict.cpu import evict
 
 POLICIES = ["h2o", "roco"]
+Place = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +42,26 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b)))
 
 
-def placed(rows: Rows, place: Callable[[Tensor], Tensor]) -> Rows:
-    """With copies of its tensors."""
-    names = "start", "length", "cap", "pos", "newest"
-    return replace(rows, **{name: place(getattr(rows, name)) for name in names})
+TABLES = "start", "length", "cap", "pos", "newest"
 
 
 def run(
-    step: Callable[..., None], case: Case, place: Callable[[Tensor], Tensor], **more: int
+    step: Callable[..., None], case: Case, place: Place, **more: int
 ) -> tuple[Tensor, list[Tensor]]:
     """What is in `free_slot`, and in the policy's columns, after a kernel has run. It may overwrite
     logits and lse, and nothing else."""
-    rows, columns = placed(case.rows, place), [place(column) for column in case.columns]
+    rows = replace(case.rows, **{name: place(getattr(case.rows, name)) for name in TABLES})
+    columns = [place(column) for column in case.columns]
     free_slot = place(torch.full(case.quota.shape, 77))
     given = [place(t) for t in (case.logits, case.lse)]
     step(*given, rows, free_slot, columns, place(case.quota), **more)
     assert all(untouched(t) for t in (free_slot, *given, *columns))
-    for name in ("start", "length", "cap", "pos", "newest"):
+    for name in TABLES:
         assert same(getattr(rows, name).cpu(), getattr(case.rows, name))
     return free_slot.cpu(), [column.cpu() for column in columns]
 
 
-def check(
-    policy: str,
-    step: Callable[..., None],
-    case: Case,
-    place: Callable[[Tensor], Tensor],
-    **more: int,
-) -> None:
+def check(policy: str, step: Callable[..., None], case: Case, place: Place, **more: int) -> None:
     """The kernel chooses the rows that the policy's own rule chooses, and writes what it writes."""
     want, wanted = run(step_oracle.EVICT[policy], case, guarded)
     got, noted = run(step, case, place, **more)
@@ -79,14 +73,7 @@ def check(
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7, equal_nan=True)
 
 
-def drawn(
-    policy: str,
-    seed: int,
-    *,
-    exact: bool,
-    most: int = 300,
-    sides: tuple[int, int, int, int] | None = None,
-) -> Case:
+def drawn(policy: str, seed: int, *, exact: bool, most: int = 300, sides: Any = None) -> Case:
     """A case of odd sizes, with NaN or absurd numbers in every row that no head has. Sides L, H, G
     and the longest head, random if not given; that is `most` at most.
 
@@ -100,12 +87,9 @@ def drawn(
         return torch.randint(low, high, shape, generator=generator)
 
     sizes = [n for n in (1, 2, 5, 16, 17, 33, 64, 70, 257, 300) if n <= most]
-    layers, heads, group, longest = sides or (
-        pick.randint(1, 3),
-        pick.randint(1, 5),
-        pick.randint(1, 7),
-        pick.choice(sizes),
-    )
+    if sides is None:
+        sides = (*(pick.randint(1, most) for most in (3, 5, 7)), pick.choice(sizes))
+    layers, heads, group, longest = sides
     wide = longest + pick.choice((0, 1, 13))
     length = whole(1, longest + 1, layers, heads)
     length[0, 0] = longest
@@ -140,9 +124,8 @@ def drawn(
             logits[i, h, :, :n], lse[i, h] = x, x.logsumexp(-1)
     sinks, recent = pick.choice((0, 2, 999)), pick.choice((0, 1, 3, 50))
     pinned = pick.choice((0, 0, spread * longest // 3))
-    rows = Rows(
-        start, length, cap, pos.to(torch.int32), torch.tensor(newest), sinks, recent, pinned
-    )
+    tables = start, length, cap, pos.to(torch.int32), torch.tensor(newest)
+    rows = Rows(*tables, sinks, recent, pinned)
     seen = whole(0, 9, count).float()
     mean = whole(0, 5, count) / 4 if exact else torch.rand(count, generator=generator)
     noise = whole(0, 4, count) / 8 if exact else 0.1 * torch.rand(count, generator=generator)
@@ -259,9 +242,7 @@ def leaving(case: Scored) -> Tensor:
     return found
 
 
-def outcome(
-    lowest: Callable[..., None], case: Scored, place: Callable[[Tensor], Tensor], **more: int
-) -> Tensor:
+def outcome(lowest: Callable[..., None], case: Scored, place: Place, **more: int) -> Tensor:
     """What a form of `lowest` writes, where 77 was before; its arguments as `place` copies them."""
     free_slot = place(torch.full(case.start.shape, 77))
     lowest(*map(place, astuple(case)), free_slot, **more)
@@ -290,10 +271,8 @@ def test_variances_next_to_each_other_by_hand() -> None:
     """Of the positions 0 to 2 those vary least that got 1/2; the lowest mean varies by a bit more,
     the last that a number can differ by. Position 3 is the newcomer's."""
     quarter = torch.tensor(0.25)
-    squares = torch.stack(
-        [2 * quarter, torch.nextafter(quarter, 2 * quarter), 2 * quarter, quarter]
-    )
-    four = torch.tensor([[4]])
+    half, four = 2 * quarter, torch.tensor([[4]])
+    squares = torch.stack([half, torch.nextafter(quarter, half), half, quarter])
     pos = torch.tensor([2, 1, 0, 3], dtype=torch.int32)
     rows = Rows(four - 4, four, four - 1, pos, torch.tensor(3), 0, 1, 0)
     columns = [torch.tensor([0.5, 0.0, 0.5, 0.0]), squares, torch.zeros(4)]
@@ -311,17 +290,13 @@ def test_many_rows_on_several_threads(policy: str) -> None:
     """Enough of them that more than one thread computes, and in two calls at once."""
     case = drawn(policy, 4, exact=True, sides=(4, 4, 4, 4200))
     full = replace(case, rows=replace(case.rows, cap=case.rows.length - 1))
-    threads = torch.get_num_threads()
 
     def once(_: int) -> None:
         torch.set_num_threads(2)
         check(policy, evict[policy], full, guarded)
 
-    try:
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(once, range(4)))
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(2), ThreadPoolExecutor(2) as pool:
+        list(pool.map(once, range(4)))
 
 
 @needs_c

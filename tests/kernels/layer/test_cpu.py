@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, product
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
 from pairwise import pairwise, some_by_day
 from small import FAMILIES, SOON, config, ids, over
-from tensors import randoms
+from tensors import randoms, torch_threads
 from torch import Tensor
 
 from minikv import policies
@@ -34,10 +35,10 @@ from minikv.models.tensors import randomise, tensors_of
 from minikv.policies.hashevict import HashEvict
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
-
 STEPS = [*policies.step_names()]
 TOKENS = 8
 """Of an answer: every step policy evicts within these."""
+SOME = ("qwen3", "smollm3", "ministral3")
 SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
 """Heads, KV heads and head size."""
 
@@ -45,7 +46,7 @@ SHAPES = {"3 queries": (6, 2, 32), "one": (2, 2, 24), "5": (10, 2, 16)}
 def network(
     shape: str = "3 queries",
     form: str = "auto",
-    window: int | None = None,
+    window: Any = None,
     count: int = 3,
     family: str = "",
 ) -> Llama:
@@ -68,20 +69,13 @@ def network(
 
 
 def cached(
-    net: Llama,
-    step: str = "none",
-    kv: torch.dtype | None = None,
-    way: str = "layers",
-    options: dict[str, object] | None = None,
+    net: Llama, step: str = "none", kv: torch.dtype | None = None, way: str = "layers"
 ) -> Engine:
     """An engine whose cache is over its budget after the prompt of `told`."""
     rules = Rules()
     if step != "none":
-        rules = Rules(
-            policies.prompt_policy("adakv", None),
-            policies.step_policy(step, options or SOON.get(step)),
-            Budget.parse(40),
-        )
+        evicts = policies.step_policy(step, SOON.get(step))
+        rules = Rules(policies.prompt_policy("adakv", None), evicts, Budget.parse(40))
     made = over(net, rules, kv=kv)
     if way != "layers":
         made.ops.layers = None
@@ -109,24 +103,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    with torch_threads(request.param):
+        yield
 
 
-KINDS = (
-    [*SHAPES],
-    ("auto", "int8", "int4"),
-    (None, 20),
-    (1, 2),
-    ("", "qwen3", "smollm3", "ministral3"),
-)
+KINDS = [*SHAPES], ("auto", "int8", "int4"), (None, 20), (1, 2), ("", *SOME)
 CACHES = STEPS, (None, torch.int8)
-DAILY = [
-    (*cache, *kind) for cache, kind in zip(product(*CACHES), cycle(pairwise(*KINDS)), strict=False)
-]
+_TURNS = zip(product(*CACHES), cycle(pairwise(*KINDS)), strict=False)
+DAILY = [(*cache, *kind) for cache, kind in _TURNS]
 """Every cache, beside which the kinds of networks take turns."""
 WAYS = ("layers", "rest", "operations")
 """One call for all layers, one for what follows attention in each, one for each operation."""
@@ -139,14 +124,7 @@ WAYS = ("layers", "rest", "operations")
     ids=str,
 )
 def test_a_step_is_that_of_separate_calls(
-    step: str,
-    kv: torch.dtype | None,
-    shape: str,
-    form: str,
-    window: int | None,
-    threads: int,
-    family: str,
-    calls: list[int],
+    step: str, kv: Any, shape: str, form: str, window: Any, threads: None, family: str, calls: Any
 ) -> None:
     net = network(shape, form, window, family=family)
     found, caches = [], []
@@ -196,9 +174,7 @@ def same(one: KVCache, two: KVCache) -> None:
             assert torch.equal(column[rows], b.columns[name][rows]), name
 
 
-def test_large_weights_are_read_in_several_calls(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_are_read_in_several_calls(calls: list[int], monkeypatch: Any) -> None:
     net = network(count=5)
     want = told(cached(net, way="rest"))
     net.use(cached(net).kv.ops)
@@ -222,15 +198,8 @@ def test_a_step_without_memory_leaves_an_empty_cache(
     monkeypatch.setattr(layers, "_AT_ONCE", 2 * nbytes)
     engine = cached(net, step)
     want = told(engine, 4)
-    run, left = layers._layers, done
-
-    def failing(*given: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise MemoryError("a step found no memory")
-        run(*given)
-
+    run, fault = layers._layers, MemoryError("a step found no memory")
+    failing = Mock(side_effect=[*[DEFAULT] * done, fault], wraps=run)
     with monkeypatch.context() as patch:
         patch.setattr(layers, "_layers", failing)
         net.use(engine.kv.ops)
@@ -328,17 +297,13 @@ def test_the_arena_is_released_when_the_steps_end() -> None:
 
 def test_a_long_text_is_read_by_threads_whatever_the_weights() -> None:
     """Any number of threads makes the same numbers as one, in one call and in many."""
-    net, before = network("one"), torch.get_num_threads()
-    found = []
-    try:
-        for threads, together in product((1, 3), (True, False)):
-            torch.set_num_threads(1)
-            engine = cached(net, way=WAYS[not together])
+    net, found = network("one"), []
+    for threads, together in product((1, 3), (True, False)):
+        engine = cached(net, way=WAYS[not together])
+        with torch_threads(1):
             engine.prompt(ids(2500))
-            torch.set_num_threads(threads)
+        with torch_threads(threads):
             found.append([engine.step(token) for token in ids(3)])
-    finally:
-        torch.set_num_threads(before)
     for others in found[1:]:
         for one, two in zip(found[0], others, strict=True):
             assert torch.equal(one, two)

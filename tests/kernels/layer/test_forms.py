@@ -4,12 +4,13 @@ and the network that takes them."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from forms import Form, forms
-from tensors import randoms, untouched
+from tensors import angles, randoms, untouched
 from triton_device import close
 
 from minikv.models.rope import RopeConfig, Rotary
@@ -43,14 +44,10 @@ def test_add_norm(form: Form, dtype: torch.dtype, rows: int, size: int, adds: bo
     ("rows", "heads", "more", "size"),
     [(1, 3, 2, 64), (5, 9, 0, 80), (7, 5, 3, 22), (2, 16, 8, 128), (3, 1, 1, 256)],
 )
-def test_rotate(
-    form: Form, dtype: torch.dtype, rows: int, heads: int, more: int, size: int
-) -> None:
+def test_rotate(form: Form, dtype: Any, rows: int, heads: int, more: int, size: int) -> None:
     """Of some heads of a product: rows do not lie close together."""
     qkv = randoms(1, rows, heads + more, size, dtype=dtype)
-    angle = randoms(2, rows, 1, size // 2, by=3.0)
-    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
+    cos, sin = angles(2, rows, size, dtype)
     there = form.place(qkv)
     there[:, heads:] = math.nan
     got = form(there[:, :heads], form.place(cos), form.place(sin))
@@ -86,7 +83,7 @@ def test_silu_at_its_ends(form: Form) -> None:
 @pytest.mark.parametrize(("size", "scale"), [(16, 1.0), (80, 1.25), (256, 1.0)])
 @pytest.mark.parametrize("position", [0, 7, 131071])
 def test_the_table_of_a_position(
-    form: Form, dtype: torch.dtype, size: int, scale: float, position: int
+    form: Form, dtype: Any, size: int, scale: float, position: int
 ) -> None:
     """That of the network, in float32 up to the last cast."""
     rotary = Rotary(RopeConfig(kind="yarn", factor=4.0, original=64, attention_factor=scale), size)

@@ -4,6 +4,7 @@ full of NaN."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -26,22 +27,17 @@ FORM = "quadratic_forms"
 
 class Scene:
     """Queries [H, G, T, D] behind rows of an earlier part, some of them gone, NaN where they were,
-    in any order, and those of their own."""
+    in any order, and those of their own. sizes: H, G, D, T, earlier rows and own ones."""
 
     def __init__(
         self,
-        heads: int,
-        group: int,
-        size: int,
-        rows: int,
-        old: int,
-        own: int,
+        sizes: Sequence[int],
         window: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        *,
         listed: bool = False,
         seed: int = 0,
     ) -> None:
+        heads, group, size, rows, old, own = sizes
         draw = torch.Generator().manual_seed(seed)
         q = torch.randn(rows, heads, group, size, generator=draw) * 2
         self.q = q.to(dtype).permute(1, 2, 0, 3)
@@ -150,35 +146,21 @@ CASES = [(size, kind) for size in range(len(SIZES)) for kind in range(len(KINDS)
 )
 def test_odd_sizes(name: str, form: Form, case: tuple[int, int]) -> None:
     window, dtype, listed = KINDS[case[1]]
-    scene = Scene(*SIZES[case[0]], window, dtype, listed=listed)
+    scene = Scene(SIZES[case[0]], window, dtype, listed)
     scene.check(form, name, scaled=bool(case[0] % 2))
 
 
 @needs_c
 @settings(max_examples=60, deadline=None)
 @given(
-    heads=st.integers(1, 4),
-    group=st.integers(1, 5),
-    size=st.integers(1, 64),
-    rows=st.integers(1, 40),
-    old=st.integers(1, 130),
-    more=st.integers(0, 130),
+    sizes=st.tuples(*(st.integers(1, most) for most in (4, 5, 64, 40, 130)), st.integers(0, 130)),
     window=st.none() | st.integers(1, 200),
     listed=st.booleans(),
     scaled=st.booleans(),
 )
-def test_any_size_in_c(
-    heads: int,
-    group: int,
-    size: int,
-    rows: int,
-    old: int,
-    more: int,
-    window: int | None,
-    listed: bool,
-    scaled: bool,
-) -> None:
-    scene = Scene(heads, group, size, rows, old, rows + more, window, listed=listed, seed=1)
+def test_any_size_in_c(sizes: Any, window: int | None, listed: bool, scaled: bool) -> None:
+    *others, more = sizes
+    scene = Scene((*others, others[3] + more), window, listed=listed, seed=1)
     for name in NAMES:
         scene.check(Form("c", lambda name=name: getattr(native, name)), name, scaled)
 
@@ -218,7 +200,7 @@ def test_queries_at_one_position_and_one_that_sees_nothing(
 ) -> None:
     """The position of the last one, repeated without a copy: what is behind it is not read. A query
     that sees nothing gives nothing."""
-    scene = Scene(3, 2, 64, 5, 33, 17, dtype=torch.float32, listed=listed)
+    scene = Scene((3, 2, 64, 5, 33, 17), dtype=torch.float32, listed=listed)
     at = scene.at.clone()
     at[0] = -1
     at = form.place(at) if blind else form.place(scene.at[-1:]).expand(5)
@@ -249,7 +231,7 @@ def test_quadratic_forms(form: Form, size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("at", [0, 1, 3])
 def test_what_is_not_a_number_stays_so_where_it_is_seen(at: int) -> None:
     """A key, and a query."""
-    scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
+    scene = Scene((1, 1, 16, 4, 8, 8), dtype=torch.float32)
     lse = torch.zeros_like(scene.lse)
     scene.k[:, 12] = math.nan  # seen by the last queries
     queries = scene.queries._replace(lse=lse)
@@ -257,7 +239,7 @@ def test_what_is_not_a_number_stays_so_where_it_is_seen(at: int) -> None:
     peak = native.peak_attention(queries, scene.parts, 1)
     for found in (mass[0, 0, 8:], peak[0, 0]):
         assert found.isnan().tolist() == [i == 4 for i in range(8)]
-    scene = Scene(1, 1, 16, 4, 8, 8, dtype=torch.float32)
+    scene = Scene((1, 1, 16, 4, 8, 8), dtype=torch.float32)
     scene.q[:, :, at] = math.nan
     peak = native.peak_attention(scene.queries._replace(lse=lse), scene.parts, 1)
     assert peak[0, 0].isnan().tolist() == (scene.parts[1][1][0] <= scene.at[at]).tolist()

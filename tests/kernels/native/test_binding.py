@@ -6,6 +6,7 @@ import ctypes
 import gc
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,7 @@ def test_a_struct_holds_numbers_and_addresses_and_keeps_what_they_lead_to() -> N
 
 
 @pytest.mark.parametrize("status", [0, 1, 2])
-def test_a_function_gets_addresses_and_a_failure_is_an_error(
-    status: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_gets_addresses_and_a_failure_is_an_error(status: int, monkeypatch: Any) -> None:
     given: list[object] = []
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
     made = kind(lambda *args: given.append(args) or status)  # type: ignore[func-returns-value]

@@ -49,7 +49,12 @@ def answer() -> int:
     return int(found.tiny())
 
 
-def plant(path: Path, number: int = 8) -> None:
+def own(kept: Path) -> Path:
+    """The library of the sources as they are, by the compiler that is there."""
+    return kept / f"{build.key(str(build.find()))}.so"
+
+
+def plant(path: Path, number: int = 8) -> Path:
     """A whole library that was made from another source."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     source = path.with_suffix(".c")
@@ -58,6 +63,12 @@ def plant(path: Path, number: int = 8) -> None:
     source.unlink()
     path.write_bytes(path.read_bytes() + build._digest(path.read_bytes()))
     path.chmod(0o700)
+    return path
+
+
+def no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on nothing may be compiled."""
+    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
 
 
 @needs_compiler
@@ -76,7 +87,7 @@ def test_it_is_compiled_once(kept: Path, monkeypatch: pytest.MonkeyPatch, umask:
     assert not build.compiles()
     build.library.cache_clear()
     assert not build.compiles()
-    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    no_more(monkeypatch)
     assert build.library()[0] is not None
     assert list(kept.iterdir()) == made
 
@@ -91,10 +102,7 @@ def test_what_others_may_change_is_not_run(
 ) -> None:
     """A library in a folder that others may write to, or may exchange, could be theirs."""
     monkeypatch.setattr(grp, "getgrgid", lambda gid: SimpleNamespace(gr_name="staff", gr_mem=[]))
-    compiler = build.find()
-    assert compiler is not None
-    path = kept / f"{build.key(compiler)}.so"
-    plant(path)
+    path = plant(own(kept))
     assert answer() == 8
     places = {folder.name: folder for folder in (kept, *kept.parents)}
     (path if which == "file" else places[which]).chmod(mode)
@@ -127,13 +135,12 @@ def test_the_group_of_one_user_is_no_other_user(
     kept.parents[1].mkdir(parents=True)
     for folder in kept.parents[1:3]:
         folder.chmod(0o775)
-    own = kept.parents[1].stat().st_gid
-    user = SimpleNamespace(pw_name="ada", pw_gid=own)
+    user = SimpleNamespace(pw_name="ada", pw_gid=kept.parents[1].stat().st_gid)
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: user)
     about = SimpleNamespace(gr_name=group, gr_mem=members)
     monkeypatch.setattr(grp, "getgrgid", lambda gid: about)
     assert (build.store()[0] == kept) == trusted
-    user.pw_gid = own + 1
+    user.pw_gid += 1
     assert build.store()[0] != kept
     monkeypatch.setattr(grp, "getgrgid", {}.__getitem__)
     assert build.store()[0] != kept
@@ -154,7 +161,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch, path: Path, owner: int) -> None:
 def test_a_link_leads_nowhere_that_others_may_change(kept: Path, tmp_path: Path) -> None:
     """It is followed once. A later link would not be."""
     there = tmp_path / "open" / "cache" / "minikv" / "kernels"
-    plant(there / f"{build.key(str(build.find()))}.so")
+    plant(own(there))
     kept.parents[2].mkdir()
     kept.parents[1].symlink_to(os.path.relpath(there.parents[1], kept.parents[2]))
     assert answer() == 8
@@ -199,10 +206,8 @@ def test_what_was_compiled_where_others_lead_is_not_loaded(
 def test_a_library_that_is_exchanged_after_the_check_is_not_loaded(
     kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = kept / f"{build.key(str(build.find()))}.so"
-    other, digest = tmp_path / "other.so", build._digest
-    plant(path, 8)
-    plant(other, 9)
+    path, digest = plant(own(kept)), build._digest
+    other = plant(tmp_path / "other.so", 9)
 
     def exchanged(data: bytes) -> bytes:
         if other.exists():
@@ -242,10 +247,9 @@ def test_without_a_cache_directory_a_private_temporary_one_is_found_again(
         home.mkdir()
         home.chmod(0o777)
     elif why == "full":
+        full = {kept: NO_ROOM}
         usage = build.shutil.disk_usage
-        monkeypatch.setattr(
-            build.shutil, "disk_usage", lambda path: NO_ROOM if path == kept else usage(path)
-        )
+        monkeypatch.setattr(build.shutil, "disk_usage", lambda path: full.get(path) or usage(path))
     else:
         access = os.access
         monkeypatch.setattr(os, "access", lambda path, mode: path != kept and access(path, mode))
@@ -256,7 +260,7 @@ def test_without_a_cache_directory_a_private_temporary_one_is_found_again(
     assert remark.endswith(f": the compiled kernels are kept in {place}")
     assert answer() == 7
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
-    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled again"))
+    no_more(monkeypatch)
     build.library.cache_clear()
     assert not build.compiles()
     assert answer() == 7
@@ -288,7 +292,7 @@ def test_without_any_place_nothing_is_compiled(
         monkeypatch.setattr(build.shutil, "disk_usage", lambda path: NO_ROOM)
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(kept.parents[2]))
-    monkeypatch.setattr(build.subprocess, "run", lambda *a, **k: pytest.fail("compiled"))
+    no_more(monkeypatch)
     assert not build.compiles()
     assert build.remarks() == []
     found, said = build.library()
@@ -300,14 +304,11 @@ def test_without_any_place_nothing_is_compiled(
 
 @needs_compiler
 def test_a_damaged_library_is_made_anew(kept: Path) -> None:
-    compiler = build.find()
-    assert compiler is not None
     kept.mkdir(parents=True)
-    path = kept / f"{build.key(compiler)}.so"
-    path.write_bytes(b"")
-    old, foreign = kept / f"{'0' * 24}.so", kept / "foreign.so"
-    for one in (old, foreign):
+    path, old, foreign = own(kept), kept / f"{'0' * 24}.so", kept / "foreign.so"
+    for one in (path, old, foreign):
         one.write_bytes(b"")
+    for one in (old, foreign):
         os.utime(one, (1e9, 1e9))
     assert build.library()[0] is not None
     assert path.stat().st_size > 0
@@ -318,10 +319,8 @@ def test_a_damaged_library_is_made_anew(kept: Path) -> None:
 @pytest.mark.parametrize("kind", ["pipe", "large"])
 def test_what_is_no_library_is_not_read(kept: Path, kind: str) -> None:
     """To open a named pipe would wait for ever."""
-    compiler = build.find()
-    assert compiler is not None
     assert build.remarks() == []
-    path = kept / f"{build.key(compiler)}.so"
+    path = own(kept)
     if kind == "pipe":
         os.mkfifo(path, 0o600)
     else:
@@ -339,7 +338,7 @@ def test_what_is_no_library_is_not_read(kept: Path, kind: str) -> None:
 @needs_compiler
 def test_a_library_that_was_cut_off_or_altered_is_made_anew(kept: Path) -> None:
     """To load a file that is shorter than it says ends the process with SIGBUS."""
-    path = kept / f"{build.key(str(build.find()))}.so"
+    path = own(kept)
     assert answer() == 7
     whole = path.read_bytes()
     for data in (whole[: len(whole) // 2], whole[:-1], whole[:5000] + b"?" + whole[5001:]):
@@ -370,23 +369,44 @@ def test_a_compiler_that_hangs_is_found_out_by_an_empty_file(
 
 @needs_compiler
 def test_another_source_is_another_library(kept: Path) -> None:
-    compiler = str(build.find())
-    before = build.key(compiler)
-    header = build.FOLDER / "native" / "tiny.h"
+    before, header = own(kept), build.FOLDER / "native" / "tiny.h"
     header.write_text("")
-    assert build.key(compiler) != before
+    assert own(kept) != before
     header.unlink()
-    assert build.key(compiler) == before
+    assert own(kept) == before
+
+
+def falls_back(size: int = 64, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why torch computes in place of C."""
+    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", size, dtype)
+    assert chosen.name == "torch"
+    return notice
 
 
 def test_no_compiler_is_one_line_and_the_twins(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
-    assert chosen.name == "torch"
+    notice = falls_back()
     assert notice is not None
     assert "no C compiler" in notice
     assert "\n" not in notice
+
+
+def fails(
+    monkeypatch: pytest.MonkeyPatch, said: str, status: int, about: bytes, known: int
+) -> list[list[str]]:
+    """A compiler that says what it is, with the status `known`, and fails at all else; what it was
+    asked for."""
+    tried: list[list[str]] = []
+
+    def run(command: list[str], **more: object) -> SimpleNamespace:
+        tried.append(command)
+        code = known if "-dM" in command else status
+        return SimpleNamespace(returncode=code, stdout=about, stderr=said.encode())
+
+    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
+    monkeypatch.setattr(build.subprocess, "run", run)
+    return tried
 
 
 @pytest.mark.parametrize(
@@ -404,34 +424,18 @@ def test_a_compiler_that_fails_is_one_line(
 ) -> None:
     """One that is killed is not asked for something worse, which would be kept, and no flags make
     room on a disk."""
-    tried = []
-
-    def run(command: list[str], **more: object) -> SimpleNamespace:
-        if "-dM" in command:
-            return SimpleNamespace(returncode=0, stdout=b"cc 12", stderr=b"")
-        tried.append(command)
-        return SimpleNamespace(returncode=status, stderr=said.encode())
-
-    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
-    monkeypatch.setattr(build.subprocess, "run", run)
+    tried = fails(monkeypatch, said, status, b"cc 12", 0)
     found, why = build.library()
     assert found is None
     assert "env failed" in why
     assert "\n" not in why
     assert "space" not in said or "No space left on device" in why
-    assert len(tried) == ways * len(build.sources())
+    assert len(tried) == 1 + ways * len(build.sources())
     assert not [path for path in kept.iterdir() if path.suffix == ".so"]
 
 
 def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Path) -> None:
-    tried = []
-
-    def run(command: list[str], **more: object) -> SimpleNamespace:
-        tried.append(command)
-        return SimpleNamespace(returncode=1, stdout=b"#define __clang__ 1", stderr=b"no")
-
-    monkeypatch.setattr(build, "find", lambda: "/usr/bin/env")
-    monkeypatch.setattr(build.subprocess, "run", run)
+    tried = fails(monkeypatch, "no", 1, b"#define __clang__ 1", 1)
     assert build.library()[0] is None
     assert len(tried) == 1 + (len(build.FLAG_SETS) - 1) * len(build.sources())
     assert not any("-fopenmp" in command for command in tried)
@@ -439,17 +443,13 @@ def test_clang_is_asked_for_no_threads(monkeypatch: pytest.MonkeyPatch, kept: Pa
 
 def test_it_can_be_switched_off(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(build.OFF, "0")
-    chosen, notice = dispatch.choose(torch.device("cpu"), "auto", 64, torch.bfloat16)
-    assert (chosen.name, notice) == ("torch", None)
+    assert falls_back() is None
     assert not kept.exists()
 
 
 def test_what_the_c_does_not_take_is_said(kept: Path) -> None:
-    for size, dtype in ((64, torch.float16), (264, torch.float32)):
-        chosen, notice = dispatch.choose(torch.device("cpu"), "auto", size, dtype)
-        assert chosen.name == "torch"
-        assert notice is not None
-        assert ("float16" if size == 64 else "264") in notice
+    for size, dtype, word in ((64, torch.float16, "float16"), (264, torch.float32, "264")):
+        assert word in (falls_back(size, dtype) or "")
 
 
 @needs_compiler
@@ -458,19 +458,24 @@ def test_what_the_c_does_not_take_is_said(kept: Path) -> None:
 def test_without_threads_it_compiles_too(way: int, tmp_path: Path) -> None:
     """A compiler without OpenMP, as on some systems, still makes a library."""
     quick = ["-O0" if flag == "-O3" else flag for flag in build.FLAGS]
-    flags = [*quick, *build.FLAG_SETS[way], build.headers(), "-shared"]
-    done = subprocess.run(
-        [str(build.find()), *flags, *map(str, build.sources()), "-o", tmp_path / "made.so", "-lm"],
-        capture_output=True,
-        check=False,
-        env={**os.environ},
-    )
-    assert done.returncode == 0, done.stderr.decode()
+    flags = [*quick, *build.FLAG_SETS[way], build.headers(), "-shared", "-lm"]
+    compile_all(tmp_path, *flags, "-o", "made.so")
     assert ctypes.CDLL(str(tmp_path / "made.so")).minikv_threads() == 1
 
 
+def compile_all(folder: Path, *flags: str) -> None:
+    command = [str(build.find()), *map(str, build.sources()), *flags]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+needs_x86 = pytest.mark.skipif(
+    platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names"
+)
+
+
 @needs_compiler
-@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@needs_x86
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("processor", "level", "openmp"),
@@ -487,27 +492,14 @@ def test_processors_with_shorter_vectors(
     An instruction that a set lacks is an error."""
     compiler = tmp_path / "cc"
     refuses = "" if openmp else 'case "$*" in *-fopenmp*) echo "no OpenMP" >&2; exit 1;; esac\n'
-    compiler.write_text(
-        f'#!/bin/sh\n{refuses}exec "{build.find()}" "$@" -march={processor} {level}\n'
-    )
+    exec = f'exec "{build.find()}" "$@" -march={processor} {level}'
+    compiler.write_text(f"#!/bin/sh\n{refuses}{exec}\n")
     compiler.chmod(0o755)
+    here = Path(__file__).parents[1]
+    files = [str(here / name) for name in ("decode/test_forms.py", "product/test_cpu.py")]
+    options = ["-q", "-p", "no:cacheprovider", "-n", "0", "-k", "not plain"]
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-n",
-            "0",
-            "-k",
-            "not plain",
-            *(
-                str(Path(__file__).parents[1] / name)
-                for name in ("decode/test_forms.py", "product/test_cpu.py")
-            ),
-        ],
+        [sys.executable, "-m", "pytest", *options, *files],
         env={**os.environ, "CC": str(compiler), "XDG_CACHE_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -521,7 +513,7 @@ def test_processors_with_shorter_vectors(
 
 
 @needs_compiler
-@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="x86's names")
+@needs_x86
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "processor", ["sandybridge", "bdver4", "knl", "skylake-avx512", "cooperlake"]
@@ -529,12 +521,4 @@ def test_processors_with_shorter_vectors(
 def test_every_set_of_instructions_compiles(processor: str, tmp_path: Path) -> None:
     """-O1 also warns of values that are used before they are set."""
     flags = ("-std=gnu11", "-O1", "-fPIC", "-fopenmp", "-Wall", "-Wextra", "-Werror", "-c")
-    flags += (f"-march={processor}",)
-    done = subprocess.run(
-        [str(build.find()), *flags, build.headers(), *map(str, build.sources())],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    compile_all(tmp_path, *flags, f"-march={processor}", build.headers())

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,9 +95,7 @@ REFUSED = "Linux refuses this process the tiles (AMX) of the processor"
 
 
 @needs_compiler
-def test_without_threads_torch_reads_prompts_in_place_of_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_threads_torch_reads_prompts_in_place_of_tiles(monkeypatch: Any) -> None:
     monkeypatch.setattr(product, "threads", lambda: 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     ops = dispatch.in_c("amx")
@@ -105,6 +105,24 @@ def test_without_threads_torch_reads_prompts_in_place_of_tiles(
     assert "torch for prompt attention, prompts with packed weights" in ops.choices
     others = dispatch.in_c("avx512-bf16")
     assert others.rows_attention == prefill.BF16.rows_attention
+
+
+@pytest.fixture
+def imitated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.MonkeyPatch]:
+    """torch says that it runs on another machine."""
+
+    def of(
+        machine: str, level: str, bf16: bool, vendor: str, tiles: bool, granted: bool = True
+    ) -> pytest.MonkeyPatch:
+        monkeypatch.setattr(choice, "vendor", lambda: vendor)
+        monkeypatch.setattr("platform.machine", lambda: machine)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+        monkeypatch.setattr(torch.cpu, "_init_amx", lambda: granted)
+        return monkeypatch
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -122,20 +140,9 @@ def test_without_threads_torch_reads_prompts_in_place_of_tiles(
     ],
 )
 def test_the_class_is_what_torch_may_use(
-    machine: str,
-    level: str,
-    tiles: bool,
-    bf16: bool,
-    vendor: str,
-    found: str,
-    monkeypatch: pytest.MonkeyPatch,
+    machine: str, level: str, tiles: bool, bf16: bool, vendor: str, found: str, imitated: Any
 ) -> None:
-    monkeypatch.setattr(choice, "vendor", lambda: vendor)
-    monkeypatch.setattr("platform.machine", lambda: machine)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch = imitated(machine, level, bf16, vendor, tiles)
     assert choice.processor.__wrapped__() == found
     monkeypatch.setattr(choice, "processor", lambda: found)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
@@ -145,14 +152,9 @@ def test_the_class_is_what_torch_may_use(
     assert has_tiles.__wrapped__() == (found == "amx")
 
 
-def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "vendor", lambda: "GenuineIntel")
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+def test_tiles_that_are_refused_are_not_there(imitated: Any) -> None:
     for there, granted in ((True, True), (True, False), (False, False)):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda there=there: there)
-        monkeypatch.setattr(torch.cpu, "_init_amx", lambda granted=granted: granted)
+        imitated("x86_64", "AVX512", True, "GenuineIntel", there, granted)
         assert choice.tiles_refused() == (there and not granted)
         assert (choice.processor.__wrapped__() == "amx") == (there and granted)
         assert has_tiles.__wrapped__() == (there and granted)

@@ -6,6 +6,8 @@ a CUDA device, they also run on it (marker `gpu`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -21,9 +23,7 @@ BFLOAT16 = torch.bfloat16
 @on_device
 @pytest.mark.parametrize(("outputs", "group", "groups"), [(9, 32, 3), (48, 64, 1), (5, 128, 2)])
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=str)
-def test_unpacking_has_the_same_bits(
-    outputs: int, group: int, groups: int, dtype: torch.dtype
-) -> None:
+def test_unpacking_has_the_same_bits(outputs: int, group: int, groups: int, dtype: Any) -> None:
     packed, scales, weight = four_bits(outputs, group, groups)
     out = guarded(torch.zeros((outputs, group * groups), dtype=dtype))
     kernel("product.gpu").unpack_int4_rows(guarded(packed), guarded(scales), out)
