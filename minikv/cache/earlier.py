@@ -75,6 +75,16 @@ class EarlierRows:
         """The keys and positions as a `kernels.Part`."""
         return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
 
+    def first(self, count: int) -> kernels.Part:
+        """The keys and positions of the rows at the first `count` positions, as far as they are
+        held."""
+        most = min(count, self.pos.shape[1])
+        at = self.pos.masked_fill((self.pos < 0) | (self.pos >= count), count)
+        pos, place = at.topk(most, dim=1, largest=False)
+        heads = torch.arange(len(pos), device=pos.device)[:, None]
+        key = self.key[self.index[heads, place]] if self.listed else self.key[heads, place]
+        return key, pos.masked_fill(pos == count, -1)
+
     def carried(self, column: Tensor, new: int) -> Tensor:
         """A column of the arena [R] as [H, N + new]: zero for padding and for `new` more rows."""
         heads, rows = self.index.shape

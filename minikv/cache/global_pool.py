@@ -96,8 +96,10 @@ class GlobalPool:
                 arena, index = earlier
                 old = arena.columns[name][index[head, place.clamp(max=before - 1)]]
                 is_old = (place < before).view(-1, *[1] * (found.dim() - 1))
-                found = torch.where(is_old, old, found)
+                torch.where(is_old, old, found, out=found)
+                del old
             self.target.columns[name].index_copy_(0, slots, found)
+            del found  # before the next one is copied
 
     def place(self, spare: int, *, grows: bool) -> Tensor:
         """Put every row into the segment of its head, ascending by position, and write the tables.
