@@ -20,7 +20,7 @@ from minikv.cache.stats import Shape
 from minikv.errors import ContextError
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL
+from minikv.policies.base import ALL, StepPolicy
 from minikv.policies.moments import Rotation, before_rotation
 from minikv.policies.outputs import WEIGHTS
 from minikv.policies.parts import policy_columns
@@ -424,10 +424,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     shape, rules, held = setup.shape, setup.rules, plan.before.held
     heads, group, size = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
     evidence, step, item = rules.evidence, rules.step, setup.dtype.itemsize
-    early, even = (
-        int(held.held[layer].max()),
-        bool(held.held[layer].min() == held.held[layer].max()),
-    )
+    early = int(held.held[layer].max())
+    even = int(held.held[layer].min()) == early
     rows, coded = early + plan.tokens, setup.kv == torch.int8
     every = heads * rows
 
@@ -446,22 +444,31 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         sums = 0
     if evidence.lengths:
         always += 8 * observed * (shape.heads + 1)  # of the queries: lengths, and log-sum-exps
-    if early and not even and sums:
-        always += early * size * item  # keys of the head whose attention is added
-    always += state * every
-    judging = state * every  # the columns from before
     if step is not None and step.learns:  # four copies in float32 of the queries at once
         always += 16 * max(shape.heads * size, min(setup.ops.block, shape.heads * size * rows))
-    if step is not None:
-        judging += (step.scratch + (4 if step.observe else 0)) * every
     copies = _keys(rows, setup) if early else 0
-    scoring = copies if step is not None and step.has_key_columns else 0
+    # One after the other: the columns of a step policy, what the scorer reads, values that are
+    # projected, the choice. Throughout, there are the columns from before, and sums of attention.
+    before = columns = state * every
+    noting = scoring = 0
+    if early and not even and sums:  # keys of the head whose attention is added
+        scoring = early * size * item
+    if step is not None:
+        if type(step).init is StepPolicy.init and not step.has_key_columns:
+            before = 0  # they stay as they are
+        before += 4 * every if step.observe else 0
+        noting = (step.scratch + state) * every
+        if step.has_key_columns:  # in bfloat16, also keys in float32 and their product
+            made = step.scratch if item == 4 else max(step.scratch, 4 * size + step.scratch // 4)
+            noting = copies + (made + state + 8) * every
+        if step.prompt_history:  # the attention of these queries, and a bit for each
+            queries = block(group * step.prompt_history * rows)
+            noting = max(noting, queries * (4 * group + 11) // (4 * group))
     if evicts:
         wide = shape.heads * size  # about as wide as the network
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
         copied = early if not coded and is_listed(held, layer) else 0
-        # One after the other: what the scorer reads, values that are projected, the choice.
         scored = len(evidence.copies) * copies + _vectors(setup, rows, copied, later=early > 0)
         projected = 0
         if evidence.projects:
@@ -474,16 +481,18 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     if coded:
         codes = 2 * heads * plan.tokens * (size + 4)
         coding = 5 * block(plan.tokens * size) // 4 + (12 if plan.pool is None else 30) * every
+    judging = always + before + sums
     if plan.pool is None:
-        storing = max(coding, _MOVING * every) + (sums if rules.observe == ALL else 0)
-        return always + max(judging + sums + scoring, codes + storing)
+        storing = codes + max(coding, _MOVING * every) + (sums if rules.observe == ALL else 0)
+        return max(judging + max(noting, columns + scoring), always + columns + storing)
     needed = sum(plan.needed)
     entering, placing = (
         min(rows * size, max(rows, AT_ONCE)) for rows in (min(plan.pool, every), needed)
     )
     entering = entering * setup.kv.itemsize * (2 if early else 1) + 44 * (plan.pool + every)
     placing = placing * setup.kv.itemsize + 40 * plan.pool
-    return always + judging + sums + max(scoring, codes + max(coding, entering), placing)
+    choosing = columns + max(scoring, codes + max(coding, entering), placing)
+    return judging + max(noting, choosing)
 
 
 def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -> int:
