@@ -221,8 +221,12 @@ def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) 
             assert rules.prompt is not None
             most = [total + shape.kv_heads * rules.prompt.heads.drift for total in totals]
         else:
-            rows = zip(held.length, shape.windows, strict=True)
-            most = [_all_rows(count + tokens, window, floor) for count, window in rows]
+            # A layer loses rows only when they slide out of its window.
+            rows = [
+                count + tokens if window is None else (count + tokens).clamp(max=window)
+                for count, window in zip(held.length, shape.windows, strict=True)
+            ]
+            most = [int(count.clamp(min=floor).sum()) for count in rows]
         needed = [count + shape.kv_heads * spare for count in most]
     new = [tokens if window is None else min(tokens, window) for window in shape.windows]
     plan = Plan(
@@ -265,14 +269,6 @@ def repeats(prompt: Prompt, setup: Setup) -> Sequence[Repeat]:
             "take another policy, or shorten the text",
         )
     return texts
-
-
-def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
-    """Rows of a layer that loses rows only when they slide out of its window. rows: of each head,
-    int64 [H]."""
-    if window is not None:
-        rows = rows.clamp(max=window)
-    return int(rows.clamp(min=floor).sum())
 
 
 def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
@@ -469,7 +465,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
         copied = early if not coded and is_listed(held, layer) else 0
-        scored = len(evidence.copies) * copies + _vectors(setup, rows, copied, later=early > 0)
+        vectors = max(_keys(copied, setup), _vectors(setup, rows, copied, later=early > 0))
+        scored = len(evidence.copies) * copies + vectors if evidence.copies else 0
         projected = 0
         if evidence.projects:
             values = min(_PROJECTED, some * rows)

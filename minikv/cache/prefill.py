@@ -52,7 +52,6 @@ class Prefill:
         self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
-        self._queries = plan.tokens if self._all else 0  # queries that are summed
         self._peak: Tensor | None = None  # see `PromptView.peak`
         wide = (self.shape.kv_heads, plan.tokens, self.shape.head_dim)
         tail = (last, self.shape.heads, self.shape.head_dim)
@@ -278,17 +277,6 @@ class Prefill:
             self._mass = self._squares = None
         self._store(layer, pos, order, keep, extra)
 
-    def _judged(self, layer: int) -> PromptView:
-        """The policies' view of the layer that was just completed."""
-        plan, heads, window = self.plan, self.shape.kv_heads, self.shape.windows[layer]
-        end, new = plan.end, self._positions
-        pos = new.expand(heads, plan.tokens)
-        if self._old is not None:
-            pos = torch.cat((self._old.pos, pos), 1)
-        if window is not None:  # the next token no longer sees these rows
-            pos = pos.masked_fill(pos <= end - window, -1)
-        return self._view(layer, pos, new, self._carried(pos))
-
     def _noted(self, view: PromptView) -> dict[str, Tensor]:
         """The step policy's columns [H, N] after the prompt."""
         if self.step is None:
@@ -341,35 +329,41 @@ class Prefill:
     def _earlier(self, layer: int) -> EarlierRows | None:
         return EarlierRows.of(self._ops, self.arena, self.plan.before.held, layer)
 
-    def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
-        observed, old = self._observed, self._old
-        window, evicts = self.shape.windows[layer], self.plan.evicts(layer)
-        sources, ops = self._sources(self.plan.tokens), self._ops
-        group = self.shape.heads // self.shape.kv_heads
-        tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
+    def _judged(self, layer: int) -> PromptView:
+        """The policies' view of the layer that was just completed."""
+        plan, old, ops, new = self.plan, self._old, self._ops, self._positions
+        heads, window, evicts = self.shape.kv_heads, self.shape.windows[layer], plan.evicts(layer)
+        pos = new.expand(heads, plan.tokens)
+        if old is not None:
+            pos = torch.cat((old.pos, pos), 1)
+        if window is not None:  # the next token no longer sees these rows
+            pos = pos.masked_fill(pos <= plan.end - window, -1)
+        carried, sources = self._carried(pos), self._sources(plan.tokens)
+        group = self.shape.heads // heads
+        tail = self._tail.view(-1, heads, group, self.shape.head_dim)
 
         def last(count: int) -> kernels.Queries:
             begin = len(tail) - count
             query, at = tail[begin:].permute(1, 2, 0, 3), new[len(new) - count :]
             return kernels.Queries(query, at, window, self._tail_lse[..., begin:])
 
+        observed, causal = self._observed, self._evidence.causal
         queries = last(observed)
-        if self._queries:
-            observed = self._queries
+        if self._all:
+            observed = plan.tokens
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
-            if not self._evidence.causal:
+            if not causal:
                 queries = queries._replace(at=new[-1:].expand(observed))
                 queries = queries._replace(lse=kernels.rows_lse(queries, sources))
             self._make_sums(torch.empty)
             self._add_sums(queries, sources, fresh=True)
-        mass, squares = self._mass, self._squares
 
         def below() -> Tensor:
             assert self.step is not None
             return below_uniform(last(min(len(tail), self.step.prompt_history)), sources, ops)
 
-        def attention(heads: slice) -> Tensor:
-            return ops.each_attention(queries, sources, heads)
+        def attention(some: slice) -> Tensor:
+            return ops.each_attention(queries, sources, some)
 
         def largest(scale: Tensor | None) -> Tensor:
             found = [ops.peak_attention(queries, sources, i, scale) for i in range(len(sources))]
@@ -381,21 +375,19 @@ class Prefill:
         def value() -> Tensor:
             return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
-        plan, known, causal = self.plan, self.setup.output, self._evidence.causal
-        each_query = self._evidence.each_query and observed and not self._queries
-        totals, pool, each = plan.totals, plan.pool, 0
-        if evicts and pool is not None:
-            each = pool // (self.shape.layers * self.shape.kv_heads)
-        elif evicts and totals is not None:
-            each = totals[layer] // self.shape.kv_heads
-        budget = max(0, each - plan.pinned)
+        each_query = self._evidence.each_query and observed and not self._all
+        known, each = self.setup.output, 0
+        if evicts and plan.pool is not None:
+            each = plan.pool // (self.shape.layers * heads)
+        elif evicts and plan.totals is not None:
+            each = plan.totals[layer] // heads
         return PromptView(
             layer,
             plan.end,
             pos,
             observed,
-            mass,
-            squares,
+            self._mass,
+            self._squares,
             key,
             value,
             carried,
@@ -403,7 +395,7 @@ class Prefill:
             plan.turns,
             self._moments,
             self.setup.rotary,
-            budget,
+            max(0, each - plan.pinned),
             causal,
             below,
             attention if each_query else None,

@@ -192,6 +192,7 @@ CASES: list[Case] = [
     # Many heads with one query head each, and few with four.
     ("expected+critical", "none", 0, None, NOTHING, (8, 1)),
     ("kvzip+critical", "none", 0, None, NOTHING, (2, 4)),
+    ("l2+global", "none", 0, None, NOTHING, (8, 1)),  # earlier keys are listed, and joined
     ("dropkv", "none", 0, torch.int8, NOTHING, (2, 4)),
     *((name, "none", 0, None, NOTHING, heads, 300, torch.bfloat16) for name, heads in BFLOAT16),
     ("global-span", "none", 0, torch.int8, NOTHING, (8, 1), 300, torch.bfloat16),
