@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.cache.arena import Arena, held_rows
+from minikv.cache.arena import Arena
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.eviction import leaving
 from minikv.cache.plan import Plan, Setup
@@ -104,8 +104,8 @@ class BlockPrefill:
             self._columns[name] = torch.zeros((heads, wide), dtype=kind, device=arena.device)
         if not most:
             return
-        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        index, _, held = held_rows(*tables, arena.columns["pos"], most)
+        index, live = arena.index(layer, most)
+        held = arena.positions(index, live)
         for name in ("k", "v"):
             self._columns[name][:, :most] = arena.read(self._ops, name, index)
         for name in self.step.columns:

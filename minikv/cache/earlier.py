@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena, Layout, held_rows
+from minikv.cache.arena import Arena, Layout
 from minikv.kernels.dispatch import Kernels
 
 
@@ -45,30 +45,28 @@ class EarlierRows:
         if not bool((held.held[layer] > 0).any()):
             return None
         most = int(length.max())
-        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        column = arena.columns["pos"]
-        index, _, pos = held_rows(*tables, column, most)
+        starts, gone = arena.start[layer], arena.free_slot[layer]
+        index, live = arena.index(layer, most)
+        pos, listed = arena.positions(index, live), is_listed(held, layer)
+        rows = arena.columns["k"], arena.columns["v"], arena.columns["pos"]
+        key, value, _ = rows
         full = bool((free_slot < 0).all())
-        even = bool((length == most).all()) and full
         if arena.coded:
             key, value = arena.read(ops, "k", index), arena.read(ops, "v", index)
             first = torch.arange(0, index.numel(), most, device=index.device)
-            gone = tables[2]
             if not full:
-                gone = torch.where(gone < 0, -1, gone - tables[0] + first)
+                gone = torch.where(gone < 0, -1, gone - starts + first)
             rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
-            tables = first, tables[1], gone
-            return EarlierRows(index, pos, key, value, False, rows, tables, even)
-        rows = arena.columns["k"], arena.columns["v"], column
-        key, value, _ = rows
-        if not is_listed(held, layer):
+            starts, listed = first, False
+        elif not listed:
             begin, step = int(held.start[layer, 0]), int(held.capacity[layer, 0])
             key, value = (
                 column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
                 for column in (key, value)
             )
-            return EarlierRows(index, pos, key, value, False, rows, tables, True)
-        return EarlierRows(index, pos, key, value, True, rows, tables, False)
+        even = not listed and full and bool((length == most).all())
+        segments = starts, arena.length[layer], gone
+        return EarlierRows(index, pos, key, value, listed, rows, segments, even)
 
     @property
     def part(self) -> kernels.Part:

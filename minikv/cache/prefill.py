@@ -84,25 +84,19 @@ class Prefill:
         """Every layer has been finished: check the target and report what was lost. This is the
         only time that a prompt waits for the device."""
         lost: list[float | None] = [None] * self.shape.layers
-        if self._pool is not None:
-            self._place()
+        if self._pool is not None:  # it has every layer: lay out the target
+            assert self.prompt is not None
+            stayed = self._pool.place(self.plan.spare, grows=self.step is None)
+            if self.plan.evicts(0) and self.prompt.evidence.observe:
+                self._stayed = dict(enumerate(stayed))
+            region = self.target.capacity.sum(1).cumsum(0).tolist()
+            self.target.region = [0, *region[:-1], self.target.rows]
         shares = [*self._stayed.values()]
         if shares and shares[0].dim():
             shares = [*torch.stack(shares).mean(1)]
-        stayed = check_places(self.target, shares)
-        for layer, share in zip(self._stayed, stayed, strict=True):
+        for layer, share in zip(self._stayed, check_places(self.target, shares), strict=True):
             lost[layer] = 1.0 - share
         return Outcome(tuple(lost), self._shaped, self.learnt)
-
-    def _place(self) -> None:
-        """Every layer is in the pool: lay out the target."""
-        assert self._pool is not None
-        assert self.prompt is not None
-        stayed = self._pool.place(self.plan.spare, grows=self.step is None)
-        if self.plan.evicts(0) and self.prompt.evidence.observe:
-            self._stayed = dict(enumerate(stayed))
-        region = self.target.capacity.sum(1).cumsum(0).tolist()
-        self.target.region = [0, *region[:-1], self.target.rows]
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
