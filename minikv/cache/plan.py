@@ -478,18 +478,18 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     if coded:
         codes = 2 * heads * plan.tokens * (size + 4)
         coding = 5 * block(plan.tokens * size) // 4 + (12 if plan.pool is None else 30) * every
-    judging = always + before + sums
-    if plan.pool is None:
-        storing = codes + max(coding, _MOVING * every) + (sums if rules.observe == ALL else 0)
-        return max(judging + max(noting, columns + scoring), always + columns + storing)
-    needed = sum(plan.needed)
-    entering, placing = (
-        min(rows * size, max(rows, AT_ONCE)) for rows in (min(plan.pool, every), needed)
-    )
-    entering = entering * setup.kv.itemsize * (2 if early else 1) + 44 * (plan.pool + every)
-    placing = placing * setup.kv.itemsize + 40 * plan.pool
-    choosing = columns + max(scoring, codes + max(coding, entering), placing)
-    return judging + max(noting, choosing)
+    storing = codes + max(coding, _MOVING * every)
+    if plan.pool is not None:
+        entering, placing = (
+            min(rows * size, max(rows, AT_ONCE))
+            for rows in (min(plan.pool, every), sum(plan.needed))
+        )
+        entering = entering * setup.kv.itemsize * (2 if early else 1) + 44 * (plan.pool + every)
+        placing = placing * setup.kv.itemsize + 40 * plan.pool
+        storing = max(codes + max(coding, entering), placing)
+    storing += sums if rules.observe == ALL else 0
+    judging = always + before + sums + max(noting, columns + scoring)
+    return max(judging, always + columns + storing)
 
 
 def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -> int:

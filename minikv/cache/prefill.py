@@ -252,24 +252,30 @@ class Prefill:
         extra |= self._noted(view) if noted is None else noted
         if prompt is not None:
             extra |= prompt.scorer.state(view)
+        evicts, order, ranks = plan.evicts(layer), None, None
         if self._pool is not None:
-            self._add(self._pool, view, extra)
-            return
-        if plan.evicts(layer):
-            assert prompt is not None
-            assert plan.totals is not None
-            keep = prompt.keep(view, plan.totals[layer], plan.pinned, self._least)
-            self._shaped = self._shaped or prompt.evidence.asks
-            if prompt.evidence.observe and view.mass is not None:
-                # Rows that slid out of a window do not count as evicted.
-                self._stayed[layer] = stayed(view.mass, keep, view.pos)
+            ranks = self._ranked(view, evicts=evicts)
         else:
             keep = view.live
-        order = None if plan.shares else view.order
+            if evicts:
+                assert prompt is not None
+                assert plan.totals is not None
+                keep = prompt.keep(view, plan.totals[layer], plan.pinned, self._least)
+                if prompt.evidence.observe and view.mass is not None:
+                    # Rows that slid out of a window do not count as evicted.
+                    self._stayed[layer] = stayed(view.mass, keep, view.pos)
+            order = None if plan.shares else view.order
+        self._shaped = self._shaped or (evicts and self._evidence.asks)
         del view
         if not self._all:  # those sums are needed until the next layer begins
             self._mass = self._squares = None
-        self._store(layer, pos, order, keep, extra)
+        staged = self.target.stored(self._ops, self._key, self._value)
+        old = None if self._old is None else (self.arena, self._old.index)
+        if self._pool is not None and ranks is not None:
+            key, share = ranks
+            self._pool.add(layer, key, pos, staged, extra, share, old)
+        else:
+            self._store(layer, keep, pos, staged, extra, old, order)
 
     def _noted(self, view: PromptView) -> dict[str, Tensor]:
         """The step policy's columns [H, N] after the prompt."""
@@ -279,37 +285,36 @@ class Prefill:
             view = self._carry.noted(view, squares="squares" in self.step.columns)
         return self.step.init(view)
 
-    def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
-        """Add the layer's rows to the pool, where they compete with those of all layers before
-        it."""
+    def _ranked(self, view: PromptView, *, evicts: bool) -> tuple[Tensor, Tensor | None]:
+        """The layer's rows compete with those of all layers before it: their keys int64 [H, N], see
+        `PromptPolicy.global_key`, and shares of the attention mass, float32 [H, N], if known."""
         assert self.prompt is not None
-        evicts = self.plan.evicts(view.layer)
-        if evicts:
-            key = self.prompt.global_key(view, self.plan.pinned, self._least)
-        else:  # all rows stay, and perhaps nothing was observed
-            key = kernels.order_key(
-                torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live
-            )
-        self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
-        share = None
-        if evicts and self.prompt.evidence.observe and view.mass is not None:
+        if not evicts:  # all rows stay, and perhaps nothing was observed
+            zeros = torch.zeros_like(view.pos, dtype=torch.float32)
+            return kernels.order_key(zeros, view.pos, view.live), None
+        key, share = self.prompt.global_key(view, self.plan.pinned, self._least), None
+        if self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
-        staged = self.target.stored(self._ops, self._key, self._value)
-        old = None if self._old is None else (self.arena, self._old.index)
-        pool.add(view.layer, key, view.pos, staged, extra, share, old)
+        return key, share
 
     def _store(
-        self, layer: int, pos: Tensor, order: Tensor | None, keep: Tensor, extra: dict[str, Tensor]
+        self,
+        layer: int,
+        keep: Tensor,
+        pos: Tensor,
+        staged: dict[str, Tensor],
+        extra: dict[str, Tensor],
+        old: tuple[Arena, Tensor] | None,
+        order: Tensor | None,
     ) -> None:
-        """Write the rows to keep to the target, and the cap and capacity of each head. order: see
-        `PromptView`; None if the rows of earlier turns stay where they are."""
+        """Write the rows to keep to the target, and the cap and capacity of each head. Arguments as
+        for `gather_survivors`; order: None if the rows of earlier turns stay where they are."""
         plan, target = self.plan, self.target
         total = -1  # each cap is what its head holds, or, if nothing was evicted, the budget
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
-        staged = self.target.stored(self._ops, self._key, self._value)
         if plan.shares:
             kept = keep.sum(1)
             caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
@@ -317,7 +322,6 @@ class Prefill:
             return
         # Without a step policy the heads own the whole region, so that the answer has room.
         room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
-        old = None if self._old is None else (self.arena, self._old.index)
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old, order=order)
 
     def _earlier(self, layer: int) -> EarlierRows | None:
