@@ -288,8 +288,7 @@ class Arena:
 
     def layout(self) -> Layout:
         """A copy of the tables on the host, in one transfer."""
-        tables = self.start, self.length, self.capacity, self.cap, self.free_slot
-        return Layout(*torch.stack(tables).cpu().unbind())
+        return Layout(*torch.stack([getattr(self, name) for name in TABLES]).cpu().unbind())
 
     def pack(self) -> dict[str, Tensor]:
         """A copy of all rows in use, layer by layer and head by head, on the host."""

@@ -490,8 +490,8 @@ class KVCache:
         dropped rows before it, or if the step policy learnt from the tokens after it."""
         if self.rules.step is not None and self.rules.step.learns:
             return 0
-        windows = [window for window in self.shape.windows if window is not None]
-        return position if self.position <= min([self.position, *windows]) else 0
+        fits = all(w is None or self.position <= w for w in self.shape.windows)
+        return position if fits else 0
 
     def cut(self, position: int) -> None:
         """Forget the tokens from `position` on. The rows before them stay, as far as they were not

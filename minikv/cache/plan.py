@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import TABLES, Arena, Layout
 from minikv.cache.earlier import is_listed
 from minikv.cache.global_pool import AT_ONCE
 from minikv.cache.rules import Rules, unlearnt
@@ -139,11 +139,12 @@ class RowsBefore:
         if not position:
             return replace(RowsBefore.none(shape), rows=arena.rows, nbytes=arena.nbytes)
         end = position + tokens
-        tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
         slid = [i for i, w in enumerate(shape.windows) if w is not None and end >= w]
         firsts = [end - (shape.windows[i] or 0) + 1 for i in slid]
         counts = [arena.count_from(i, first) for i, first in zip(slid, firsts, strict=True)]
-        numbers = torch.cat([*map(torch.flatten, tables), *(n[None] for n in counts)]).cpu()
+        numbers = torch.cat(
+            [*(getattr(arena, name).flatten() for name in TABLES), *(n[None] for n in counts)]
+        ).cpu()
         size = arena.start.numel()
         held = Layout(*numbers[: 5 * size].view(5, *arena.start.shape).unbind())
         seen = held.held.sum(1).tolist()
