@@ -297,7 +297,7 @@ def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
 # -- memory -------------------------------------------------------------------------------------
 
 _POSITIONS = 25  # bytes per earlier row: its index, its position, and both in one list
-_CHOOSING = 54  # bytes per competing row: its score, its rank, whether it stays
+_CHOOSING = 55  # bytes per competing row: its score, its rank, whether it stays
 _PROJECTING = 24  # bytes per competing row while values are projected
 _MOVING = 48  # bytes per row that is moved: the order of rows, and their indices
 _PROJECTED = 4096  # values that are projected at once

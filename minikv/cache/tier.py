@@ -56,11 +56,11 @@ class Copies:
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         """Launch copies within this context, after everything launched before."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
+        if self._stream is not None:  # pragma: no cover - CUDA only
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                yield
+        else:
             yield
 
     def mark(self) -> Any:
@@ -69,12 +69,12 @@ class Copies:
 
     def wait(self, mark: Any) -> None:
         """Later computations wait for that point."""
-        if self._stream is not None:
+        if self._stream is not None:  # pragma: no cover - CUDA only
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def finish(self) -> None:
         """Block the host until everything launched within `run` is done."""
-        if self._stream is not None:
+        if self._stream is not None:  # pragma: no cover - CUDA only
             self._stream.synchronize()
 
 
