@@ -257,9 +257,13 @@ class Arena:
         """
         if most is None:
             most = int(self.length[layer].max())
-        tables = self.start[layer], self.length[layer], self.free_slot[layer]
-        index, live, _ = held_rows(*tables, self.columns["pos"], most)
+        index, live = in_use(self.start[layer], self.length[layer], most, self.rows)
+        live &= index != self.free_slot[layer][:, None]
         return index, live
+
+    def positions(self, index: Tensor, live: Tensor) -> Tensor:
+        """int64 [H, N]: the positions of the rows that `index` returned; -1 where not live."""
+        return self.columns["pos"][index].to(torch.int64).masked_fill(~live, -1)
 
     def count_from(self, layer: int, position: int) -> Tensor:
         """int64 []: how many rows a layer's heads hold from this position on."""
@@ -284,8 +288,7 @@ class Arena:
 
     def layout(self) -> Layout:
         """A copy of the tables on the host, in one transfer."""
-        tables = self.start, self.length, self.capacity, self.cap, self.free_slot
-        return Layout(*torch.stack(tables).cpu().unbind())
+        return Layout(*torch.stack([getattr(self, name) for name in TABLES]).cpu().unbind())
 
     def pack(self) -> dict[str, Tensor]:
         """A copy of all rows in use, layer by layer and head by head, on the host."""
@@ -305,20 +308,6 @@ class Arena:
         for name, rows in columns.items():
             made.columns[name][used] = rows.to(self.device)
         return made
-
-
-def held_rows(
-    start: Tensor, length: Tensor, free_slot: Tensor, pos: Tensor, most: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows of a layer's heads: (index int64, live bool, position int64), [H, most] each.
-
-    start, length, free_slot int64 [H]: see `Arena`; pos int32 [R]. No length exceeds `most`. A free
-    slot is not live, nor is padding: their position is -1. Padding points at the head's last row;
-    if the head has no row, at a row that may be unwritten.
-    """
-    index, live = in_use(start, length, most, len(pos))
-    live &= index != free_slot[:, None]
-    return index, live, pos[index].to(torch.int64).masked_fill(~live, -1)
 
 
 def _rows(start: Tensor, length: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minikv.cache.arena import Arena, held_rows
+from minikv.cache.arena import Arena
 from minikv.cache.compaction import Room, gather_survivors
 from minikv.cache.eviction import leaving
 from minikv.cache.plan import Plan, Setup
@@ -104,8 +104,8 @@ class BlockPrefill:
             self._columns[name] = torch.zeros((heads, wide), dtype=kind, device=arena.device)
         if not most:
             return
-        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        index, _, held = held_rows(*tables, arena.columns["pos"], most)
+        index, live = arena.index(layer, most)
+        held = arena.positions(index, live)
         for name in ("k", "v"):
             self._columns[name][:, :most] = arena.read(self._ops, name, index)
         for name in self.step.columns:
@@ -147,7 +147,7 @@ class BlockPrefill:
         if window is not None:  # drop rows that the block's first token no longer sees
             columns["pos"].masked_fill_(columns["pos"] <= first - window, -1)
         if step.evict_first:
-            self._evict(layer, first, rows, None, query, key)
+            self._evict(layer, first, rows, query=query, key=key)
             columns = self._columns
         new = slice(self._front, self._front + rows)
         columns["k"][:, new], columns["v"][:, new] = key, v.transpose(0, 1)
@@ -159,7 +159,7 @@ class BlockPrefill:
         self._done, self._added, self._most = self._done + rows, rows, self._most + rows
         if not step.evict_first:
             last = self._learn(query, lse, at, window)
-            self._evict(layer, first + rows, 0, last, None, None)
+            self._evict(layer, first + rows, 0, attention=last)
         return mixed.permute(2, 0, 1, 3).reshape(rows, shape.heads, -1)
 
     def _learn(self, query: Tensor, lse: Tensor, at: Tensor, window: int | None) -> Tensor:
@@ -188,56 +188,44 @@ class BlockPrefill:
         layer: int,
         position: int,
         coming: int,
-        attention: Tensor | None,
-        query: Tensor | None,
-        key: Tensor | None,
+        *,
+        attention: Tensor | None = None,
+        query: Tensor | None = None,
+        key: Tensor | None = None,
     ) -> None:
-        """Evict until every head's rows and `coming` new ones fit its cap, and move the others to
-        the front."""
+        """Evict by the policy's scores until every head's rows and `coming` new ones fit its cap,
+        and move the others to the front."""
         pos, limit = self._columns["pos"], self.cap - coming
         stays = pos >= 0
         if self._most > limit:
             live, added = self._count, self._added
             if self.shape.windows[layer] is not None:  # some may have slid out
                 live, added = stays.sum(1), 0
-            stays &= ~self._leaving(layer, live - (limit - added), position, attention, query, key)
+            counts = (live - (limit - added)).clamp(min=0)
+            if pos.device.type != "cpu" or bool(counts.any()):
+                shown = pos.masked_fill(pos < self.plan.pinned, -1)
+                view = StepView(
+                    position,
+                    shown,
+                    self.step.free(shown, position, counts[:, None]),
+                    self._caps,
+                    counts[:, None],
+                    layer,
+                    len(self._heads),
+                    self._columns.__getitem__,
+                    attention,
+                    query.flatten(1, 2) if query is not None and self.step.needs_query else None,
+                    key,
+                    lambda heads: self._columns["k"][heads],
+                    lambda heads: self._columns["v"][heads],
+                    context=position + 1,
+                    learnt=None if self._learnt is None else self._learnt[layer],
+                    rotary=self._setup.rotary,
+                )
+                stays &= ~leaving(self.step.worth(view), pos, counts)
             self._most = limit
         found = self._ops.survivors(stays, pos[:, :0])
         # On a GPU this check would make the host wait.
         if pos.device.type == "cpu":  # pragma: no branch - a GPU skips it
             assert bool((found[1] <= limit).all()), "too few rows may leave"
         self._move(found)
-
-    def _leaving(
-        self,
-        layer: int,
-        many: Tensor,
-        position: int,
-        attention: Tensor | None,
-        query: Tensor | None,
-        key: Tensor | None,
-    ) -> Tensor:
-        """bool [H, N]: the rows that leave by the policy's scores: many [H] of each head."""
-        pos, counts = self._columns["pos"], many.clamp(min=0)
-        if pos.device.type == "cpu" and not bool(counts.any()):
-            return torch.zeros_like(pos, dtype=torch.bool)
-        count, shown = counts[:, None], pos.masked_fill(pos < self.plan.pinned, -1)
-        view = StepView(
-            position,
-            shown,
-            self.step.free(shown, position, count),
-            self._caps,
-            count,
-            layer,
-            len(self._heads),
-            self._columns.__getitem__,
-            attention,
-            query.flatten(1, 2) if query is not None and self.step.needs_query else None,
-            key,
-            lambda heads: self._columns["k"][heads],
-            lambda heads: self._columns["v"][heads],
-            context=position + 1,
-            learnt=None if self._learnt is None else self._learnt[layer],
-            rotary=self._setup.rotary,
-        )
-        return leaving(self.step.worth(view), pos, counts)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena
+from minikv.cache.arena import TABLES, Arena
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.selection import order_of
 
@@ -59,9 +59,8 @@ def gather_survivors(
         early = keep.shape[1] - staged["k"].shape[1] if unordered is None else unordered
         order = order_of(pos[:, :early])
     index, count = ops.survivors(keep, order)
-    names = ("start", "length", "capacity", "cap", "free_slot")
-    start, length, capacity, cap, free_slot = (getattr(target, name)[layer] for name in names)
-    tables = start, length, capacity, cap, free_slot
+    start = target.start[layer]
+    tables = start, *(getattr(target, name)[layer] for name in TABLES[1:])
     ops.lay_out(count, begin, tables, room.floor, room.total, room.spare, room.all)
     old = None
     if earlier is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minikv import kernels
-from minikv.cache.arena import Arena, Layout, held_rows
+from minikv.cache.arena import Arena, Layout
 from minikv.kernels.dispatch import Kernels
 
 
@@ -45,35 +45,43 @@ class EarlierRows:
         if not bool((held.held[layer] > 0).any()):
             return None
         most = int(length.max())
-        tables = arena.start[layer], arena.length[layer], arena.free_slot[layer]
-        column = arena.columns["pos"]
-        index, _, pos = held_rows(*tables, column, most)
+        starts, gone = arena.start[layer], arena.free_slot[layer]
+        index, live = arena.index(layer, most)
+        pos, listed = arena.positions(index, live), is_listed(held, layer)
+        rows = arena.columns["k"], arena.columns["v"], arena.columns["pos"]
+        key, value, _ = rows
         full = bool((free_slot < 0).all())
-        even = bool((length == most).all()) and full
         if arena.coded:
             key, value = arena.read(ops, "k", index), arena.read(ops, "v", index)
             first = torch.arange(0, index.numel(), most, device=index.device)
-            gone = tables[2]
             if not full:
-                gone = torch.where(gone < 0, -1, gone - tables[0] + first)
+                gone = torch.where(gone < 0, -1, gone - starts + first)
             rows = key.flatten(0, 1), value.flatten(0, 1), pos.flatten().to(torch.int32)
-            tables = first, tables[1], gone
-            return EarlierRows(index, pos, key, value, False, rows, tables, even)
-        rows = arena.columns["k"], arena.columns["v"], column
-        key, value, _ = rows
-        if not is_listed(held, layer):
+            starts, listed = first, False
+        elif not listed:
             begin, step = int(held.start[layer, 0]), int(held.capacity[layer, 0])
             key, value = (
                 column[begin : begin + arena.heads * step].view(arena.heads, step, -1)[:, :most]
                 for column in (key, value)
             )
-            return EarlierRows(index, pos, key, value, False, rows, tables, True)
-        return EarlierRows(index, pos, key, value, True, rows, tables, False)
+        even = not listed and full and bool((length == most).all())
+        segments = starts, arena.length[layer], gone
+        return EarlierRows(index, pos, key, value, listed, rows, segments, even)
 
     @property
     def part(self) -> kernels.Part:
         """The keys and positions as a `kernels.Part`."""
         return (self.key, self.pos, self.index) if self.listed else (self.key, self.pos)
+
+    def first(self, count: int) -> kernels.Part:
+        """The keys and positions of the rows at the first `count` positions, as far as they are
+        held."""
+        most = min(count, self.pos.shape[1])
+        at = self.pos.masked_fill((self.pos < 0) | (self.pos >= count), count)
+        pos, place = at.topk(most, dim=1, largest=False)
+        heads = torch.arange(len(pos), device=pos.device)[:, None]
+        key = self.key[self.index[heads, place]] if self.listed else self.key[heads, place]
+        return key, pos.masked_fill(pos == count, -1)
 
     def carried(self, column: Tensor, new: int) -> Tensor:
         """A column of the arena [R] as [H, N + new]: zero for padding and for `new` more rows."""

@@ -52,8 +52,8 @@ class GlobalPool:
         heads, count = key.shape
         flat, size = key.flatten(), self.size
         both = torch.cat((self._key[:size], flat))
-        edge = _smallest_of_best(both, size)
-        readable = key.device.type == "cpu"
+        readable, at = key.device.type == "cpu", len(both) - size
+        edge = both.kthvalue(at + 1).values if readable else both.sort().values[at]  # of the best
         if not readable or int((stays := both >= edge).sum()) > size:
             better, tied = both > edge, both == edge  # of equal ones the first
             stays = better | (tied & (tied.cumsum(0) <= size - better.sum()))
@@ -65,11 +65,20 @@ class GlobalPool:
         else:
             wide = min(size, len(flat))
             into, row = _listed(leaves, wide, self._owned), _listed(enters, wide, 0)
-        extra = {"pos": pos} | dict(extra)
+        extra, before = {"pos": pos} | dict(extra), count - staged["k"].shape[1]
         most = max(1, AT_ONCE // staged["k"].shape[2])
         for slots, rows in zip(torch.split(into, most), torch.split(row, most), strict=True):
             head, place = rows // count, rows % count
-            self._copy(slots, head, place, count, staged, earlier)
+            for name, values in staged.items():
+                found = values[head, (place - before).clamp(min=0)]
+                if earlier is not None:
+                    arena, index = earlier
+                    old = arena.columns[name][index[head, place.clamp(max=before - 1)]]
+                    is_old = (place < before).view(-1, *[1] * (found.dim() - 1))
+                    torch.where(is_old, old, found, out=found)
+                    del old
+                self.target.columns[name].index_copy_(0, slots, found)
+                del found  # before the next one is copied
             for name, values in extra.items():
                 column = self.target.columns[name]
                 column.index_copy_(0, slots, values[head, place].to(column.dtype))
@@ -77,27 +86,6 @@ class GlobalPool:
             if share is not None:
                 self._share.index_copy_(0, slots, share[head, place])
             self._key.index_copy_(0, slots, flat[rows])
-
-    def _copy(
-        self,
-        slots: Tensor,
-        head: Tensor,
-        place: Tensor,
-        count: int,
-        staged: Mapping[str, Tensor],
-        earlier: tuple[Arena, Tensor] | None,
-    ) -> None:
-        """Copy keys and values to `slots`: into each, those of row `place` [0, `count`) of
-        `head`."""
-        before = count - staged["k"].shape[1]
-        for name, values in staged.items():
-            found = values[head, (place - before).clamp(min=0)]
-            if earlier is not None:
-                arena, index = earlier
-                old = arena.columns[name][index[head, place.clamp(max=before - 1)]]
-                is_old = (place < before).view(-1, *[1] * (found.dim() - 1))
-                found = torch.where(is_old, old, found)
-            self.target.columns[name].index_copy_(0, slots, found)
 
     def place(self, spare: int, *, grows: bool) -> Tensor:
         """Put every row into the segment of its head, ascending by position, and write the tables.
@@ -139,12 +127,6 @@ class GlobalPool:
         target.capacity.copy_(sizes.view(layers, heads))
         target.cap.copy_(caps.view(layers, heads))
         return share[:-1]
-
-
-def _smallest_of_best(key: Tensor, count: int) -> Tensor:
-    """int64 []: the smallest of the `count` largest of key int64 [n]."""
-    at = len(key) - count
-    return key.kthvalue(at + 1).values if key.device.type == "cpu" else key.sort().values[at]
 
 
 def _listed(mask: Tensor, count: int, padding: int) -> Tensor:

@@ -77,7 +77,7 @@ class KVCache:
         self.rules: Rules
         self.state: State
         self._arena: Arena
-        self._spare: Arena
+        self._spare: Arena  # without rows, so that `drop` need not allocate one
         self.decode = DecodeStep(shape, self.device, self.ops, rotary)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
@@ -106,7 +106,7 @@ class KVCache:
         assert self.reading is None
         rows, spare = self.check(rules), self._empty(rules)
         _declare(self.arena, self.rules.step, rules)
-        self._set(rules, spare)
+        self.rules, self._spare = rules, spare
         self.state = replace(self.state, rows=rows)
 
     def check(self, rules: Rules) -> int | None:
@@ -116,10 +116,6 @@ class KVCache:
             return None
         return rules.budget_rows(0, self.shape, self.kv)
 
-    def _set(self, rules: Rules, spare: Arena) -> None:
-        """spare: an arena without rows, so that `drop` need not allocate one."""
-        self.rules, self._spare = rules, spare
-
     def reset(self, rules: Rules | None = None) -> None:
         """Forget the conversation and free its memory. rules: those to use from then on; by default
         the present ones. Raises UsageError as `configure` does. After an error, also for lack of
@@ -128,7 +124,7 @@ class KVCache:
         rows, empty = self.check(rules), self._empty(rules)
         self.settle()
         # From here on nothing fails.
-        self._set(rules, empty)
+        self.rules, self._spare = rules, empty
         self._restart(rows)
 
     def forget(self, position: int) -> None:
@@ -370,15 +366,14 @@ class KVCache:
         self.reading = None
         if self.keeps_addresses and self._stepped:
             self._before, self._stepped = old, False
-        much = old.nbytes > _MUCH
+        size = old.nbytes
         del old, reading  # both hold the old arena
-        if much:
-            self._give_back()
+        self._give_back(size)
 
-    def _give_back(self) -> None:
-        """On a GPU, return the memory of the old arena to the system. torch would keep it, although
-        the next arena, which is a little larger, does not fit in it."""
-        if self.device.type == "cuda":  # pragma: no cover - CUDA only
+    def _give_back(self, size: int) -> None:
+        """On a GPU, return the memory of an old arena of `size` bytes to the system. torch would
+        keep it, although the next arena, which is a little larger, does not fit in it."""
+        if size > _MUCH and self.device.type == "cuda":  # pragma: no cover - CUDA only
             torch.cuda.empty_cache()
 
     def abandon(self) -> None:
@@ -425,8 +420,8 @@ class KVCache:
             arena = self._with_room(arena)
             frees = frees or arena is not self._arena
             self._arena = arena  # the same rows
-            if frees and size > _MUCH:
-                self._give_back()
+            if frees:
+                self._give_back(size)
             self.decode.open(
                 arena,
                 self.rules.step,
@@ -495,8 +490,8 @@ class KVCache:
         dropped rows before it, or if the step policy learnt from the tokens after it."""
         if self.rules.step is not None and self.rules.step.learns:
             return 0
-        windows = [window for window in self.shape.windows if window is not None]
-        return position if self.position <= min([self.position, *windows]) else 0
+        fits = all(w is None or self.position <= w for w in self.shape.windows)
+        return position if fits else 0
 
     def cut(self, position: int) -> None:
         """Forget the tokens from `position` on. The rows before them stay, as far as they were not
@@ -573,7 +568,7 @@ class KVCache:
             _declare(arena, rules.step, under)
         self.settle()
         # From here on nothing fails.
-        self._set(rules if under is None else under, spare)
+        self.rules, self._spare = under or rules, spare
         self._return(state, arena)
 
     def _return(self, state: State, arena: Arena) -> None:

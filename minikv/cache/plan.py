@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from minikv.cache.arena import Arena, Layout
+from minikv.cache.arena import TABLES, Arena, Layout
 from minikv.cache.earlier import is_listed
 from minikv.cache.global_pool import AT_ONCE
 from minikv.cache.rules import Rules, unlearnt
@@ -20,7 +20,7 @@ from minikv.cache.stats import Shape
 from minikv.errors import ContextError
 from minikv.kernels import fill
 from minikv.kernels.dispatch import Kernels
-from minikv.policies.base import ALL
+from minikv.policies.base import ALL, StepPolicy
 from minikv.policies.moments import Rotation, before_rotation
 from minikv.policies.outputs import WEIGHTS
 from minikv.policies.parts import policy_columns
@@ -139,11 +139,12 @@ class RowsBefore:
         if not position:
             return replace(RowsBefore.none(shape), rows=arena.rows, nbytes=arena.nbytes)
         end = position + tokens
-        tables = arena.start, arena.length, arena.capacity, arena.cap, arena.free_slot
         slid = [i for i, w in enumerate(shape.windows) if w is not None and end >= w]
         firsts = [end - (shape.windows[i] or 0) + 1 for i in slid]
         counts = [arena.count_from(i, first) for i, first in zip(slid, firsts, strict=True)]
-        numbers = torch.cat([*map(torch.flatten, tables), *(n[None] for n in counts)]).cpu()
+        numbers = torch.cat(
+            [*(getattr(arena, name).flatten() for name in TABLES), *(n[None] for n in counts)]
+        ).cpu()
         size = arena.start.numel()
         held = Layout(*numbers[: 5 * size].view(5, *arena.start.shape).unbind())
         seen = held.held.sum(1).tolist()
@@ -221,8 +222,12 @@ def plan_prompt(prompt: Prompt, setup: Setup, before: RowsBefore | None = None) 
             assert rules.prompt is not None
             most = [total + shape.kv_heads * rules.prompt.heads.drift for total in totals]
         else:
-            rows = zip(held.length, shape.windows, strict=True)
-            most = [_all_rows(count + tokens, window, floor) for count, window in rows]
+            # A layer loses rows only when they slide out of its window.
+            rows = [
+                count + tokens if window is None else (count + tokens).clamp(max=window)
+                for count, window in zip(held.length, shape.windows, strict=True)
+            ]
+            most = [int(count.clamp(min=floor).sum()) for count in rows]
         needed = [count + shape.kv_heads * spare for count in most]
     new = [tokens if window is None else min(tokens, window) for window in shape.windows]
     plan = Plan(
@@ -267,14 +272,6 @@ def repeats(prompt: Prompt, setup: Setup) -> Sequence[Repeat]:
     return texts
 
 
-def _all_rows(rows: Tensor, window: int | None, floor: int) -> int:
-    """Rows of a layer that loses rows only when they slide out of its window. rows: of each head,
-    int64 [H]."""
-    if window is not None:
-        rows = rows.clamp(max=window)
-    return int(rows.clamp(min=floor).sum())
-
-
 def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
     """Whether every row stays and every head has room for its new rows after its old ones. grows:
     there is no step policy, so the answer's rows need room too."""
@@ -300,7 +297,8 @@ def _fits(plan: Plan, shape: Shape, *, grows: bool) -> bool:
 # -- memory -------------------------------------------------------------------------------------
 
 _POSITIONS = 25  # bytes per earlier row: its index, its position, and both in one list
-_CHOOSING = 62  # bytes per competing row: its score, its rank, whether it stays
+_CHOOSING = 55  # bytes per competing row: its score, its rank, whether it stays
+_PROJECTING = 24  # bytes per competing row while values are projected
 _MOVING = 48  # bytes per row that is moved: the order of rows, and their indices
 _PROJECTED = 4096  # values that are projected at once
 
@@ -338,10 +336,9 @@ class PassCost:
         row = 2 * shape.kv_heads * shape.head_dim * setup.dtype.itemsize
         layer, whole = row * tokens, row * tokens * shape.layers
         two = min(2, shape.layers) * layer
-        # In a layer with a window, and in every layer for a later prompt, the rows of the text and
-        # the prompt's rows that it sees are also copied.
-        later = prompt.position > 0
-        copied = [seen(tokens, window) for window in shape.windows if later or window]
+        # In a layer with a window, the rows of the text and the prompt's rows that it sees are also
+        # copied.
+        copied = [seen(tokens, window) for window in shape.windows if window]
         text = row * (max(texts) + (max(texts) + max(copied) if copied else 0))
         gpu = setup.gpu
         return cls(
@@ -401,7 +398,7 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
     found += 24 * plan.end * evidence.sentences  # their table, and what a policy computes from it
     found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
     if evidence.queries_from is not None:
-        found += 12 * shape.heads * shape.head_dim**2
+        found += 8 * shape.heads * shape.head_dim**2  # moments of the queries
     return found
 
 
@@ -424,10 +421,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     shape, rules, held = setup.shape, setup.rules, plan.before.held
     heads, group, size = shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
     evidence, step, item = rules.evidence, rules.step, setup.dtype.itemsize
-    early, even = (
-        int(held.held[layer].max()),
-        bool(held.held[layer].min() == held.held[layer].max()),
-    )
+    early = int(held.held[layer].max())
+    even = int(held.held[layer].min()) == early
     rows, coded = early + plan.tokens, setup.kv == torch.int8
     every = heads * rows
 
@@ -446,47 +441,56 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         sums = 0
     if evidence.lengths:
         always += 8 * observed * (shape.heads + 1)  # of the queries: lengths, and log-sum-exps
-    if early and not even and sums:
-        always += early * size * item  # keys of the head whose attention is added
-    always += state * every
     if step is not None and step.learns:  # four copies in float32 of the queries at once
         always += 16 * max(shape.heads * size, min(setup.ops.block, shape.heads * size * rows))
-    if step is not None:
-        always += (sum(dtype.itemsize for dtype in step.columns.values()) + step.scratch) * every
     copies = _keys(rows, setup) if early else 0
-    scoring = copies if step is not None and step.has_key_columns else 0
+    # One after the other: the columns of a step policy, what the scorer reads, values that are
+    # projected, the choice. Throughout, there are the columns from before, and sums of attention.
+    before = columns = state * every
+    noting = scoring = 0
+    if early and not even and sums:  # keys of the head whose attention is added
+        scoring = early * size * item
+    if step is not None:
+        if type(step).init is StepPolicy.init and not step.has_key_columns:
+            before = 0  # they stay as they are
+        before += 4 * every if step.observe else 0
+        noting = (step.scratch + state) * every
+        if step.has_key_columns:  # in bfloat16, also keys in float32 and their product
+            made = step.scratch if item == 4 else max(step.scratch, 4 * size + step.scratch // 4)
+            noting = copies + (made + state + 8) * every
+        if step.prompt_history:  # the attention of these queries, and a bit for each
+            queries = block(group * step.prompt_history * rows)
+            noting = max(noting, queries * (4 * group + 11) // (4 * group))
     if evicts:
         wide = shape.heads * size  # about as wide as the network
         some = largest_block(heads, group * size * wide, setup.ops.block) // (group * size * wide)
         queries = block(group * observed * rows) if evidence.each_query else 0
+        copied = early if not coded and is_listed(held, layer) else 0
+        vectors = max(_keys(copied, setup), _vectors(setup, rows, copied, later=early > 0))
+        scored = len(evidence.copies) * copies + vectors if evidence.copies else 0
         projected = 0
         if evidence.projects:
-            weights = 4 * some * group * size * wide if item < 4 else 0
-            projected = 4 * wide * min(_PROJECTED, some * rows) + weights
-        copied = early if not coded and is_listed(held, layer) else 0
-        vectors = _vectors(setup, rows, copied, later=early > 0)
-        choosing, read = _CHOOSING * every, len(evidence.copies) * copies
-        # The compared vectors are read first. If only a value's norm counts, values are let go.
-        held_on = 0 if evidence.norms == "one" and not evidence.projects else read
-        attended = 2 * queries + (held_on if vectors else 0)
-        if evidence.queries_from is not None:
-            vectors = max(vectors, 20 * shape.heads * size**2)  # moments in float64
-        chosen = max(scoring + attended, held_on + projected) + choosing
-        scoring = max(chosen, read + vectors)
+            values = min(_PROJECTED, some * rows)
+            projected = copies + 4 * wide * values + _PROJECTING * every
+            if item < 4:
+                projected += 4 * (some * group * size * wide + values * size)
+        scoring = max(scoring, scored, projected, 2 * queries + _CHOOSING * every)
     codes = coding = 0
     if coded:
         codes = 2 * heads * plan.tokens * (size + 4)
         coding = 5 * block(plan.tokens * size) // 4 + (12 if plan.pool is None else 30) * every
-    if plan.pool is None:
-        storing = max(coding, _MOVING * every) + (sums if rules.observe == ALL else 0)
-        return always + max(sums + scoring, codes + storing)
-    needed = sum(plan.needed)
-    entering, placing = (
-        min(rows * size, max(rows, AT_ONCE)) for rows in (min(plan.pool, every), needed)
-    )
-    entering = entering * setup.kv.itemsize * (3 if early else 2) + 44 * (plan.pool + every)
-    placing = placing * setup.kv.itemsize + 40 * plan.pool
-    return always + sums + max(scoring, codes + max(coding, entering), placing)
+    storing = codes + max(coding, _MOVING * every)
+    if plan.pool is not None:
+        entering, placing = (
+            min(rows * size, max(rows, AT_ONCE))
+            for rows in (min(plan.pool, every), sum(plan.needed))
+        )
+        entering = entering * setup.kv.itemsize * (2 if early else 1) + 44 * (plan.pool + every)
+        placing = placing * setup.kv.itemsize + 40 * plan.pool
+        storing = max(codes + max(coding, entering), placing)
+    storing += sums if rules.observe == ALL else 0
+    judging = always + before + sums + max(noting, columns + scoring)
+    return max(judging, always + columns + storing)
 
 
 def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -> int:
@@ -498,13 +502,17 @@ def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -
     if evidence.products:
         some = largest_block(heads, group * each, most) // (group * each)
         block = largest_block(group, some * each, most)
-        found += evidence.products * block
+        learnt = evidence.queries_from is not None  # one query head after the other
+        found += min(evidence.products, group if learnt else evidence.products) * block
         found += shape.heads * shape.head_dim * evidence.observe  # the queries, head by head
-        if evidence.each_query:  # the attention of these queries, and three maps of that size
-            found += 4 * evidence.observe * block // shape.head_dim
+        if evidence.each_query:  # the attention of these queries, and two maps of some of it
+            found += largest_block(heads, group * evidence.observe * rows, most)
+            found += 2 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows
-        copied = some * each if setup.dtype.itemsize < 4 else 0
-        found += shape.head_dim**2 + copied
+        if learnt:  # covariances, or what they are made of
+            square = shape.heads * shape.head_dim**2
+            found += some * each if setup.dtype.itemsize < 4 else 0
+            return 4 * max(6 * square, found + square)
     elif evidence.norms:
         one, square = evidence.norms == "one", shape.head_dim**2
         matrix = group * shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O
@@ -523,7 +531,7 @@ def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -
             norms = grams + product + (4 * heads + 2) * rows
             found += largest + max(attended, copy, made, norms)
         else:
-            found += grams + copied + product + (2 * shape.heads + 3 * heads + 2) * rows
+            found += grams + max(copied, product + (2 * shape.heads + 3 * heads + 2) * rows)
     elif found:
         found += 3 * heads * rows
     return 4 * found
@@ -556,10 +564,13 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
     chosen = replace(plan, given=plan.tokens)
     layer = _most_of_a_layer(chosen, setup, state) + 4 * rows // shape.layers
     fixed = kept - cost.text + _pool(plan) + 8 * plan.tokens + noted + scores
-    scoring = 40 * heads * plan.tokens + _vectors(setup, plan.tokens)
+    # Bytes: scores, and results of attention that are joined; under a window there are more.
+    each = 24 if any(shape.windows) else 16
+    scoring = each * (shape.heads + heads) * plan.tokens + _vectors(setup, plan.tokens)
+    before = heads * int(plan.before.held.held.max())
+    scoring += _POSITIONS * before
     if setup.kv == torch.int8:  # a layer's earlier rows, as numbers of the network
-        most = int(plan.before.held.held.max())
-        scoring += heads * most * (2 * shape.head_dim * setup.dtype.itemsize + 4)
+        scoring += before * (2 * shape.head_dim * setup.dtype.itemsize + 4)
     return fixed + max(cost.text + scoring, layer)
 
 

@@ -52,7 +52,6 @@ class Prefill:
         self._shared: dict[object, Any] = {}
         self._mass: Tensor | None = None
         self._squares: Tensor | None = None
-        self._queries = plan.tokens if self._all else 0  # queries that are summed
         self._peak: Tensor | None = None  # see `PromptView.peak`
         wide = (self.shape.kv_heads, plan.tokens, self.shape.head_dim)
         tail = (last, self.shape.heads, self.shape.head_dim)
@@ -85,25 +84,19 @@ class Prefill:
         """Every layer has been finished: check the target and report what was lost. This is the
         only time that a prompt waits for the device."""
         lost: list[float | None] = [None] * self.shape.layers
-        if self._pool is not None:
-            self._place()
+        if self._pool is not None:  # it has every layer: lay out the target
+            assert self.prompt is not None
+            stayed = self._pool.place(self.plan.spare, grows=self.step is None)
+            if self.plan.evicts(0) and self.prompt.evidence.observe:
+                self._stayed = dict(enumerate(stayed))
+            region = self.target.capacity.sum(1).cumsum(0).tolist()
+            self.target.region = [0, *region[:-1], self.target.rows]
         shares = [*self._stayed.values()]
         if shares and shares[0].dim():
             shares = [*torch.stack(shares).mean(1)]
-        stayed = check_places(self.target, shares)
-        for layer, share in zip(self._stayed, stayed, strict=True):
+        for layer, share in zip(self._stayed, check_places(self.target, shares), strict=True):
             lost[layer] = 1.0 - share
         return Outcome(tuple(lost), self._shaped, self.learnt)
-
-    def _place(self) -> None:
-        """Every layer is in the pool: lay out the target."""
-        assert self._pool is not None
-        assert self.prompt is not None
-        stayed = self._pool.place(self.plan.spare, grows=self.step is None)
-        if self.plan.evicts(0) and self.prompt.evidence.observe:
-            self._stayed = dict(enumerate(stayed))
-        region = self.target.capacity.sum(1).cumsum(0).tolist()
-        self.target.region = [0, *region[:-1], self.target.rows]
 
     @property
     def watch(self) -> Callable[[Tensor], None] | None:
@@ -259,35 +252,30 @@ class Prefill:
         extra |= self._noted(view) if noted is None else noted
         if prompt is not None:
             extra |= prompt.scorer.state(view)
+        evicts, order, ranks = plan.evicts(layer), None, None
         if self._pool is not None:
-            self._add(self._pool, view, extra)
-            return
-        if plan.evicts(layer):
-            assert prompt is not None
-            assert plan.totals is not None
-            keep = prompt.keep(view, plan.totals[layer], plan.pinned, self._least)
-            self._shaped = self._shaped or prompt.evidence.asks
-            if prompt.evidence.observe and view.mass is not None:
-                # Rows that slid out of a window do not count as evicted.
-                self._stayed[layer] = stayed(view.mass, keep, view.pos)
+            ranks = self._ranked(view, evicts=evicts)
         else:
             keep = view.live
-        order = None if plan.shares else view.order
+            if evicts:
+                assert prompt is not None
+                assert plan.totals is not None
+                keep = prompt.keep(view, plan.totals[layer], plan.pinned, self._least)
+                if prompt.evidence.observe and view.mass is not None:
+                    # Rows that slid out of a window do not count as evicted.
+                    self._stayed[layer] = stayed(view.mass, keep, view.pos)
+            order = None if plan.shares else view.order
+        self._shaped = self._shaped or (evicts and self._evidence.asks)
         del view
         if not self._all:  # those sums are needed until the next layer begins
             self._mass = self._squares = None
-        self._store(layer, pos, order, keep, extra)
-
-    def _judged(self, layer: int) -> PromptView:
-        """The policies' view of the layer that was just completed."""
-        plan, heads, window = self.plan, self.shape.kv_heads, self.shape.windows[layer]
-        end, new = plan.end, self._positions
-        pos = new.expand(heads, plan.tokens)
-        if self._old is not None:
-            pos = torch.cat((self._old.pos, pos), 1)
-        if window is not None:  # the next token no longer sees these rows
-            pos = pos.masked_fill(pos <= end - window, -1)
-        return self._view(layer, pos, new, self._carried(pos))
+        staged = self.target.stored(self._ops, self._key, self._value)
+        old = None if self._old is None else (self.arena, self._old.index)
+        if self._pool is not None and ranks is not None:
+            key, share = ranks
+            self._pool.add(layer, key, pos, staged, extra, share, old)
+        else:
+            self._store(layer, keep, pos, staged, extra, old, order)
 
     def _noted(self, view: PromptView) -> dict[str, Tensor]:
         """The step policy's columns [H, N] after the prompt."""
@@ -297,37 +285,36 @@ class Prefill:
             view = self._carry.noted(view, squares="squares" in self.step.columns)
         return self.step.init(view)
 
-    def _add(self, pool: GlobalPool, view: PromptView, extra: dict[str, Tensor]) -> None:
-        """Add the layer's rows to the pool, where they compete with those of all layers before
-        it."""
+    def _ranked(self, view: PromptView, *, evicts: bool) -> tuple[Tensor, Tensor | None]:
+        """The layer's rows compete with those of all layers before it: their keys int64 [H, N], see
+        `PromptPolicy.global_key`, and shares of the attention mass, float32 [H, N], if known."""
         assert self.prompt is not None
-        evicts = self.plan.evicts(view.layer)
-        if evicts:
-            key = self.prompt.global_key(view, self.plan.pinned, self._least)
-        else:  # all rows stay, and perhaps nothing was observed
-            key = kernels.order_key(
-                torch.zeros_like(view.pos, dtype=torch.float32), view.pos, view.live
-            )
-        self._shaped = self._shaped or (evicts and self.prompt.evidence.asks)
-        share = None
-        if evicts and self.prompt.evidence.observe and view.mass is not None:
+        if not evicts:  # all rows stay, and perhaps nothing was observed
+            zeros = torch.zeros_like(view.pos, dtype=torch.float32)
+            return kernels.order_key(zeros, view.pos, view.live), None
+        key, share = self.prompt.global_key(view, self.plan.pinned, self._least), None
+        if self.prompt.evidence.observe and view.mass is not None:
             mass = view.mass.mean(1) * view.live
             share = mass / mass.sum(1, keepdim=True) / len(mass)
-        staged = self.target.stored(self._ops, self._key, self._value)
-        old = None if self._old is None else (self.arena, self._old.index)
-        pool.add(view.layer, key, view.pos, staged, extra, share, old)
+        return key, share
 
     def _store(
-        self, layer: int, pos: Tensor, order: Tensor | None, keep: Tensor, extra: dict[str, Tensor]
+        self,
+        layer: int,
+        keep: Tensor,
+        pos: Tensor,
+        staged: dict[str, Tensor],
+        extra: dict[str, Tensor],
+        old: tuple[Arena, Tensor] | None,
+        order: Tensor | None,
     ) -> None:
-        """Write the rows to keep to the target, and the cap and capacity of each head. order: see
-        `PromptView`; None if the rows of earlier turns stay where they are."""
+        """Write the rows to keep to the target, and the cap and capacity of each head. Arguments as
+        for `gather_survivors`; order: None if the rows of earlier turns stay where they are."""
         plan, target = self.plan, self.target
         total = -1  # each cap is what its head holds, or, if nothing was evicted, the budget
         if plan.totals is not None and not plan.evicts(layer):
             total = plan.totals[layer]
         floor = plan.floor if plan.totals is None else 0
-        staged = self.target.stored(self._ops, self._key, self._value)
         if plan.shares:
             kept = keep.sum(1)
             caps = fill(kept, total) if total >= 0 else kept.clamp(min=floor)
@@ -335,41 +322,46 @@ class Prefill:
             return
         # Without a step policy the heads own the whole region, so that the answer has room.
         room = Room(floor, total, plan.spare, plan.needed[layer] if self.step is None else -1)
-        old = None if self._old is None else (self.arena, self._old.index)
         gather_survivors(self._ops, target, layer, keep, pos, room, staged, extra, old, order=order)
 
     def _earlier(self, layer: int) -> EarlierRows | None:
         return EarlierRows.of(self._ops, self.arena, self.plan.before.held, layer)
 
-    def _view(self, layer: int, pos: Tensor, new: Tensor, carried: dict[str, Tensor]) -> PromptView:
-        observed, old = self._observed, self._old
-        window, evicts = self.shape.windows[layer], self.plan.evicts(layer)
-        sources, ops = self._sources(self.plan.tokens), self._ops
-        group = self.shape.heads // self.shape.kv_heads
-        tail = self._tail.view(-1, self.shape.kv_heads, group, self.shape.head_dim)
+    def _judged(self, layer: int) -> PromptView:
+        """The policies' view of the layer that was just completed."""
+        plan, old, ops, new = self.plan, self._old, self._ops, self._positions
+        heads, window, evicts = self.shape.kv_heads, self.shape.windows[layer], plan.evicts(layer)
+        pos = new.expand(heads, plan.tokens)
+        if old is not None:
+            pos = torch.cat((old.pos, pos), 1)
+        if window is not None:  # the next token no longer sees these rows
+            pos = pos.masked_fill(pos <= plan.end - window, -1)
+        carried, sources = self._carried(pos), self._sources(plan.tokens)
+        group = self.shape.heads // heads
+        tail = self._tail.view(-1, heads, group, self.shape.head_dim)
 
         def last(count: int) -> kernels.Queries:
             begin = len(tail) - count
             query, at = tail[begin:].permute(1, 2, 0, 3), new[len(new) - count :]
             return kernels.Queries(query, at, window, self._tail_lse[..., begin:])
 
+        observed, causal = self._observed, self._evidence.causal
         queries = last(observed)
-        if self._queries:
-            observed = self._queries
+        if self._all:
+            observed = plan.tokens
         elif observed and (evicts or (self.step is not None and self.step.observe > 0)):
-            if not self._evidence.causal:
+            if not causal:
                 queries = queries._replace(at=new[-1:].expand(observed))
                 queries = queries._replace(lse=kernels.rows_lse(queries, sources))
             self._make_sums(torch.empty)
             self._add_sums(queries, sources, fresh=True)
-        mass, squares = self._mass, self._squares
 
         def below() -> Tensor:
             assert self.step is not None
             return below_uniform(last(min(len(tail), self.step.prompt_history)), sources, ops)
 
-        def attention(heads: slice) -> Tensor:
-            return ops.each_attention(queries, sources, heads)
+        def attention(some: slice) -> Tensor:
+            return ops.each_attention(queries, sources, some)
 
         def largest(scale: Tensor | None) -> Tensor:
             found = [ops.peak_attention(queries, sources, i, scale) for i in range(len(sources))]
@@ -381,21 +373,19 @@ class Prefill:
         def value() -> Tensor:
             return self._value if old is None else torch.cat((old.values(), self._value), 1)
 
-        plan, known, causal = self.plan, self.setup.output, self._evidence.causal
-        each_query = self._evidence.each_query and observed and not self._queries
-        totals, pool, each = plan.totals, plan.pool, 0
-        if evicts and pool is not None:
-            each = pool // (self.shape.layers * self.shape.kv_heads)
-        elif evicts and totals is not None:
-            each = totals[layer] // self.shape.kv_heads
-        budget = max(0, each - plan.pinned)
+        each_query = self._evidence.each_query and observed and not self._all
+        known, each = self.setup.output, 0
+        if evicts and plan.pool is not None:
+            each = plan.pool // (self.shape.layers * heads)
+        elif evicts and plan.totals is not None:
+            each = plan.totals[layer] // heads
         return PromptView(
             layer,
             plan.end,
             pos,
             observed,
-            mass,
-            squares,
+            self._mass,
+            self._squares,
             key,
             value,
             carried,
@@ -403,7 +393,7 @@ class Prefill:
             plan.turns,
             self._moments,
             self.setup.rotary,
-            budget,
+            max(0, each - plan.pinned),
             causal,
             below,
             attention if each_query else None,

@@ -161,7 +161,7 @@ class TextPass:
         """See `Attend`."""
         twice = self._twice
         if self._done == self._size:
-            self._done = 0
+            self._done, self._old = 0, None  # the last layer's, before this one's are read
             self._key, self._value = twice.tier.stage(layer, twice.plan.tokens)
             self._old = EarlierRows.of(twice.setup.ops, twice.arena, twice.plan.before.held, layer)
         lo, hi = self._done, self._done + len(q)
@@ -187,34 +187,34 @@ class TextPass:
     ) -> tuple[Tensor, Tensor | None]:
         """Exact attention of the queries [H, G, t, D], over all rows up to `hi` of the text. Also
         the log-sum-exp [H, G, t] over only the rows that the scores compare: the first ones, the
-        scored ones and the text's own; None if computing it would cost extra."""
+        scored ones and the text's own; None if the layer has a window."""
         ops, old, tokens = self._twice.setup.ops, self._old, self._key.shape[1]
-        begin, end = self._repeat.begin, self._repeat.end
+        begin, end, first = self._repeat.begin, self._repeat.end, self._first
         own = self._own[0, :, :hi], self._own[1, :, :hi]
-        compared: list[tuple[Tensor, Tensor]] = []
-        if window is None and old is None:
-
-            def rows(*spans: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
-                return [
-                    ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
-                    for a, b in spans
-                    if a < b
-                ]
-
-            compared = rows((0, self._first), (begin, end))
-            compared.append(ops.last_rows_attention(query, *own))
-            parts = [*compared, *rows((self._first, begin), (end, tokens))]
-        else:
+        seen_first = None
+        if window is None and old is not None and self._twice.first:
+            early = [old.first(self._twice.first)]
+            seen_first = kernels.rows_lse(kernels.Queries(query, at, None), early)
+        parts = [] if old is None else [old.attention(ops, query, at, window)]
+        if window is not None:
             visible = tokens - seen(tokens, window)
             key = torch.cat((self._key[:, visible:], own[0]), 1)
             value = torch.cat((self._value[:, visible:], own[1]), 1)
-            parts = [] if old is None else [old.attention(ops, query, at, window)]
-            if window is None:
-                parts.append(ops.last_rows_attention(query, key, value))
-            else:
-                near = kernels.window_attention(query, key, value, window, ops.rows_attention)
-                parts.append(near)
-        return ops.merge(parts)[0], kernels.total(compared) if compared else None
+            near = kernels.window_attention(query, key, value, window, ops.rows_attention)
+            return ops.merge([*parts, near])[0], None
+
+        def rows(*spans: tuple[int, int]) -> list[tuple[Tensor, Tensor]]:
+            return [
+                ops.rows_attention(query, self._key[:, a:b], self._value[:, a:b])
+                for a, b in spans
+                if a < b
+            ]
+
+        compared = rows((0, end)) if first == begin else rows((0, first), (begin, end))
+        compared.append(ops.last_rows_attention(query, *own))
+        mixed, _ = ops.merge([*parts, *compared, *rows((first, begin), (end, tokens))])
+        lse = kernels.total(compared)
+        return mixed, lse if seen_first is None else torch.logaddexp(lse, seen_first)
 
     def _score(
         self, layer: int, query: Tensor, at: Tensor, hi: int, window: int | None, lse: Tensor | None
@@ -225,8 +225,7 @@ class TextPass:
         pos = torch.arange(prompt.position, self.position + hi, device=query.device)[None]
         first: list[kernels.Part] = []
         if self._old is not None and twice.first:
-            old = self._old.pos
-            first.append((self._old.keys(), old.masked_fill(old >= twice.first, -1)))
+            first.append(self._old.first(twice.first))
         if count:
             first.append((self._key[:, :count], pos[:, :count]))
         value, known = self._value, twice.setup.output

@@ -41,53 +41,41 @@ Rows = RamRows | FileRows
 
 
 class Copies:
-    """Copies between host and device. These are synchronous; see `CudaCopies`."""
+    """Copies between host and device: on `device`, a GPU, in a separate stream, parallel to
+    computing; without a device they are synchronous.
 
-    slots = 1  # layers that are on the device
+    slots: layers that are on the device.
+    """
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device is not None:  # pragma: no cover - CUDA only
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.slots = 1 if device is None else 2
 
     @contextlib.contextmanager
     def run(self) -> Iterator[None]:
         """Launch copies within this context, after everything launched before."""
-        yield
+        if self._stream is not None:  # pragma: no cover - CUDA only
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                yield
+        else:
+            yield
 
     def mark(self) -> Any:
         """A point after everything launched so far within `run`."""
+        return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
         """Later computations wait for that point."""
+        if self._stream is not None:  # pragma: no cover - CUDA only
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def finish(self) -> None:
         """Block the host until everything launched within `run` is done."""
-
-
-class CudaCopies(Copies):  # pragma: no cover - CUDA only
-    """Copies in a separate stream, parallel to computing."""
-
-    slots = 2
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    @contextlib.contextmanager
-    def run(self) -> Iterator[None]:
-        """See `Copies`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
-
-    def mark(self) -> torch.cuda.Event:
-        """See `Copies`."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def wait(self, mark: torch.cuda.Event) -> None:
-        """See `Copies`."""
-        torch.cuda.current_stream(self._stream.device).wait_event(mark)
-
-    def finish(self) -> None:
-        """See `Copies`."""
-        self._stream.synchronize()
+        if self._stream is not None:  # pragma: no cover - CUDA only
+            self._stream.synchronize()
 
 
 class Tier:
@@ -126,7 +114,7 @@ class Tier:
         )
         self._lent = lent
         self._direct = not gpu and not coded and not lent
-        self._copies = CudaCopies(device) if gpu and ahead and self.rows.apart else Copies()
+        self._copies = Copies(device if gpu and ahead and self.rows.apart else None)
         self._staging: Slots | None = None
         self._room = 0  # rows per layer that fit into the staging buffers
         self.length = 0

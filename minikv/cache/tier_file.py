@@ -304,13 +304,15 @@ class FileRows:
     def publish(self, path: Path) -> None:
         """Rename the tier to `path` as soon as all committed rows are on disk, and keep it when it
         is closed. This happens in the background; if a write fails, the tier stays as it is."""
-        self._submit(self._publish, path, [*self._writes])
+        writes = [*self._writes]
 
-    def _publish(self, path: Path, writes: Sequence[Future[None]]) -> None:
-        for write in writes:
-            write.result()
-        os.rename(self.path, path)
-        self.path, self.kept = path, True
+        def rename() -> None:
+            for write in writes:
+                write.result()
+            os.rename(self.path, path)
+            self.path, self.kept = path, True
+
+        self._submit(rename)
 
     def rest_on(self, other: FileRows, ids: Sequence[int]) -> None:
         """Begin with the rows of `other` for the token ids `ids`, without copying them. This tier

@@ -150,6 +150,8 @@ def test_what_is_held_after_an_answer_is_what_was_planned(
 NOTHING = (None, None)
 SLIDING = (None, 500)
 FEW = ((1, 8), (1, 2), (2, 2))
+BFLOAT16 = [(name, (8, 1)) for name in ("dropkv", "kvzip+", "l2", "expected", "ada-pyramid")]
+BFLOAT16 += [(name, (2, 4)) for name in ("kvzip", "snapkv+critical")]
 Case = tuple[Any, ...]
 CASES: list[Case] = [
     ("full", "none", 0, None, NOTHING),
@@ -187,6 +189,13 @@ CASES: list[Case] = [
         for name in ("adakv", "global-span+uniform")
         for few in FEW
     ),
+    # Many heads with one query head each, and few with four.
+    ("expected+critical", "none", 0, None, NOTHING, (8, 1)),
+    ("kvzip+critical", "none", 0, None, NOTHING, (2, 4)),
+    ("l2+global", "none", 0, None, NOTHING, (8, 1)),  # earlier keys are listed, and joined
+    ("dropkv", "none", 0, torch.int8, NOTHING, (2, 4)),
+    *((name, "none", 0, None, NOTHING, heads, 300, torch.bfloat16) for name, heads in BFLOAT16),
+    ("global-span", "none", 0, torch.int8, NOTHING, (8, 1), 300, torch.bfloat16),
 ]
 
 # Of a later prompt, these are planned further above what was measured: what is added up for a layer
@@ -205,13 +214,14 @@ def cache(
     windows: tuple[int | None, ...],
     heads: tuple[int, int] = (4, 2),
     budget: int = 300,
+    dtype: torch.dtype = torch.float32,
 ) -> KVCache:
     """Heads wide enough that small change does not count."""
     rules = EvictionConfig.read(policy, decode, budget, stride=stride).rules()
-    weights = torch.randn(*heads, 64, 64 * math.prod(heads))
+    weights = torch.randn(*heads, 64, 64 * math.prod(heads)).to(dtype)
     shape = Shape(len(windows), heads[0], math.prod(heads), 64, windows, 1 << 16)
     rotary = Rotation((RopeConfig(),) * len(windows), 64)
-    made = KVCache(shape, rules, kv=kv, output=lambda _: weights, rotary=rotary)
+    made = KVCache(shape, rules, dtype=dtype, kv=kv, output=lambda _: weights, rotary=rotary)
     made.ops.block = 1 << 12
     made.words = Wording((1,) * 8, (2,) * 8, (3,) * 4)
     return made

@@ -432,9 +432,9 @@ INT8, INT4 = "--weights int8", "--weights int4"
     ("memory", "tokens", "device", "flags", "kept"),
     [
         ("80GiB", "16k", "cpu", "", "all of it fits: nothing is evicted"),
-        ("16GiB", "16k", "cpu", "", "2,100 tokens per head fit: 13% of what is read"),
+        ("16GiB", "16k", "cpu", "", "2,200 tokens per head fit: 13% of what is read"),
         ("12GiB", "16k", "cpu", INT8, "10,000 tokens per head fit: 62% of what is read"),
-        ("8GiB", "100k", "cpu", INT4, "3,300 tokens per head fit: 3% of what is read"),
+        ("8GiB", "100k", "cpu", INT4, "3,400 tokens per head fit: 3% of what is read"),
         ("6.3GiB", "100k", "cpu", f"{INT4}+head --policy roco --stride 32", "of what is read"),
         ("12GiB", "4k", "cuda", INT8, "nothing is evicted"),
         ("8GiB", "4k", "cuda", INT4, ""),
