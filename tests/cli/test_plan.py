@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine, likely
 from minikv.chat.report import TurnReport, size
 from minikv.chat.session import ChatSession
-from minikv.cli.doctor import one_thread
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan
 from minikv.cli.screen.terminal import in_columns
@@ -75,12 +73,6 @@ SOME = [
     ("defensive+global", "auto", 0),
     ("roco", "auto", 32),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def run(model: str | None, tokens: str, **named: Any) -> str:
