@@ -128,7 +128,11 @@ def run() -> None:
         code = error.exit_code
     except typer.Abort:
         code = 130
-    except OSError as error:  # from typer's own output, such as --help: ours is guarded
+    # The other errors come from typer's own output, such as --help: ours is guarded.
+    except (SystemExit, BrokenPipeError):  # rich, typer: the reader has seen enough (`| head`)
+        hush()
+        code = 0
+    except OSError as error:
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1

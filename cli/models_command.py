@@ -16,7 +16,6 @@ from minikv.chat.report import size
 from minikv.checks import guess
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import Loading
-from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import clean, cut, grid
 from minikv.cli.settings.config import BUNDLED
 from minikv.cli.settings.flags import Call, Only, Yes, command, group
@@ -62,10 +61,8 @@ def listed(call: Call) -> None:
         form = clean(one.form) or "-"
         lines.append((clean(one.name), size(one.bytes), form, clean(one.state)))
     table = grid(lines, "<><<").split("\n")
-    if terminal.out.isatty():
-        width = window(terminal.out)[0]
-        table = [cut(line, width) for line in table]
-    terminal.data("\n".join(table))
+    width = terminal.columns
+    terminal.data("\n".join(cut(line, width) if width else line for line in table))
     for name, model in call.config.aliases.items():
         terminal.note(f"alias {clean(name)} = {clean(model)}")
     if not repos:
