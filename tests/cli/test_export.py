@@ -403,7 +403,7 @@ def test_no_export_names_a_folder_of_this_machine(model: str, tmp_path: Path) ->
     turn = session.turns[-1]
     session.turns[-1] = replace(turn, report=replace(turn.report, warnings=told))
     facts = gather(session)
-    assert facts.model.name == ("owner/Some-3B" if model == "owner/Some-3B" else "Some-3B")
+    assert facts.model["name"] == ("owner/Some-3B" if model == "owner/Some-3B" else "Some-3B")
     for made in (rendered(facts, kind) for kind in ("page", "markdown", ".json")):
         for part in ("/home", "~/", "../", str(tmp_path), "/models"):
             assert part not in made.replace("\\", "")
