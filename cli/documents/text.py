@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from minikv.chat.transcript import Source
 from minikv.cli.documents.child import extract
 from minikv.cli.documents.parsers import ZIP, as_utf8, is_html, is_pdf, is_word, read_pdf
+from minikv.cli.paths import opened
 from minikv.cli.screen.text import clean
 from minikv.errors import Interrupted, UsageError
 
@@ -31,12 +32,8 @@ def source_of(path: str) -> Source | None:
     if os.path.abspath(path).startswith(("/dev/", "/proc/")):
         return None  # a stream, whose name means something else in the next process
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb") as file:
-            facts = os.fstat(handle)
-            if not stat.S_ISREG(facts.st_mode):
-                return None
+        with opened(path, links=True) as file:
+            facts = os.fstat(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError):
         return None

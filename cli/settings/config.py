@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -202,18 +201,13 @@ def install(context: typer.Context, config: Config) -> None:
 def read_toml(path: Path, shown: str) -> dict[str, object] | None:
     """Read a TOML file; None if it does not exist. Raises UsageError for anything else."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer forever.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with paths.opened(path, links=True) as file:
+            data = file.read(_LIMIT + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {shown}: {reason}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise UsageError(f"{shown} is not a regular file")
-    with open(handle, "rb") as file:
-        data = file.read(_LIMIT + 1)
     if len(data) > _LIMIT:
         raise UsageError(f"{shown} is larger than {_LIMIT >> 10} KiB")
     import tomllib  # most people have no such file, and the import is slow
