@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import util
 from statistics import median
 from typing import Any, ClassVar
 
@@ -63,7 +62,18 @@ class Cached:
         named = (policies, budget, weights, f"kv {kv}")
         self.name = " ".join(x for x in named if x not in ("-", "auto", "kv auto"))
         self.device, self.vocab = net.device, net.config.vocab
-        self.engine = _engine(net, eviction, kernels, kv)
+        cache = KVCache(
+            shape_of(net.config),
+            eviction.rules(),
+            dtype=net.dtype,
+            device=net.device,
+            kv=torch.int8 if kv == "int8" else None,
+            output=output_of(net),
+            rotary=net.rotation,
+            kernels=kernels,
+        )
+        net.use(cache.ops if cache.ops.name != "torch" else None)
+        self.engine = Engine(net, cache)
         self._clock = networks.Clock(net.device)
         self._token = 0
 
@@ -107,26 +117,6 @@ class Cached:
     def close(self) -> None:
         """Free the cache."""
         self.engine.reset()
-
-
-def _engine(net: Llama, eviction: EvictionConfig, kernels: str, kept_in: str) -> Engine:
-    kv = KVCache(
-        shape_of(net.config),
-        eviction.rules(),
-        dtype=net.dtype,
-        device=net.device,
-        kv=torch.int8 if kept_in == "int8" else None,
-        output=output_of(net),
-        rotary=net.rotation,
-        kernels=kernels,
-    )
-    net.use(kv.ops if kv.ops.name != "torch" else None)
-    return Engine(net, kv)
-
-
-def installed() -> bool:
-    """Whether transformers is installed."""
-    return util.find_spec(PEER) is not None
 
 
 class Transformers:
@@ -306,14 +296,13 @@ class Run:
         self.peer = self._peer(spec) if asked.peer else None
 
     def _peer(self, spec: networks.Spec) -> Transformers | None:
-        if not installed():
-            self.results.note(f"{PEER} is not installed: nothing to compare with")
-            return None
         try:
             return Transformers(spec)
+        except ModuleNotFoundError:
+            self.results.note(f"{PEER} is not installed: nothing to compare with")
         except Exception as error:
             self.results.note(f"not compared: {PEER}: {error}")
-            return None
+        return None
 
     def measure(self, kind: str, length: int) -> None:
         """Rows of every system for prompts of one length, the full cache first. kind: "decode" or
