@@ -163,7 +163,12 @@ def read(
         if os.path.isdir(path):
             found, said = _several(name, _below(path, name), reader)
         elif _ADDRESS.match(path) and not os.path.lexists(path):
-            raise _no_download(name)
+            address, typed = clean(name), shlex.quote(clean(name))
+            raise UsageError(
+                f"{address} is an address, and minikv downloads no documents",
+                f'curl -sL {typed} | minikv ask "QUESTION", or save it to a file: '
+                f"curl -sLo FILE {typed}",
+            )
         elif _MAGIC.search(path) and not os.path.lexists(path):
             found, said = _several(name, _matching(path, name), reader)
         else:
@@ -212,14 +217,6 @@ def attach(session: ChatSession, texts: Iterable[Text], terminal: Terminal) -> l
 
 def _key(text: Text | Document) -> tuple[str | None, str]:
     return text.source.path if text.source is not None else None, text.text
-
-
-def _no_download(address: str) -> UsageError:
-    shown = shlex.quote(clean(address))
-    return UsageError(
-        f"{clean(address)} is an address, and minikv downloads no documents",
-        f'curl -sL {shown} | minikv ask "QUESTION", or save it to a file: curl -sLo FILE {shown}',
-    )
 
 
 # -- directories and patterns ---------------------------------------------------------------

@@ -47,7 +47,7 @@ _READ = {
 
 def stats(report: TurnReport) -> str:
     """The figures of a turn as text, one topic per line."""
-    return _columns(figures(report))
+    return grid(figures(report), "<<")
 
 
 def figures(report: TurnReport) -> list[tuple[str, str]]:
@@ -147,12 +147,12 @@ def header(session: ChatSession, version: str, max_tokens: int) -> str:
     if len(waiting) > _LISTED:
         characters = sum(len(document.text) for document in waiting)
         rows.append(("documents", f"{len(waiting):,} · {characters:,} characters · /docs"))
-        return _columns(rows)
+        return grid(rows, "<<")
     rows += [
         ("document", f"{document.name or 'piped text'} · {len(document.text):,} characters")
         for document in waiting
     ]
-    return _columns(rows)
+    return grid(rows, "<<")
 
 
 def policy_line(session: ChatSession) -> str:
@@ -216,7 +216,3 @@ def budget_words(budget: Mapping[str, object]) -> str:
 def per_second(value: float | None) -> str:
     """ " (41.7 tok/s)", or "" if it was not measured."""
     return "" if value is None else f" ({value:,.1f} tok/s)"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    return grid(rows, "<" * len(rows[0]))

@@ -106,7 +106,7 @@ def read(data: bytes, defaults: Generation) -> Request:
         model,
         messages,
         generation,
-        None if seed is None else int(_checked("seed", seed, "seed")),
+        None if seed is None else int(_checked("seed", seed)),
         stream=_truth(body, "stream"),
         usage=_truth(options, "include_usage"),
     )
@@ -118,19 +118,19 @@ def _generation(body: Mapping[str, Any], defaults: Generation) -> Generation:
     given = {name: body[name] for name in settings_of(Generation) if body.get(name) is not None}
     if body.get("max_completion_tokens") is not None:
         given["max_tokens"] = body["max_completion_tokens"]
-    made = {name: _checked(name, value, name) for name, value in given.items() if value != []}
+    made = {name: _checked(name, value) for name, value in given.items() if value != []}
     if len(made.get("stop", ())) > _STOPS:
         raise RequestError(f"stop has more than {_STOPS} texts", "stop")
     return replace(defaults, **made)
 
 
-def _checked(name: str, value: object, key: str) -> Any:
+def _checked(name: str, value: object) -> Any:
     try:
         for text in value if isinstance(value, list) else ():
-            checks.unicode(key, text)
-        return SETTINGS[name].read(value, key)
+            checks.unicode(name, text)
+        return SETTINGS[name].read(value, name)
     except UsageError as error:
-        raise RequestError(str(error), key) from None
+        raise RequestError(str(error), name) from None
 
 
 def _truth(body: Mapping[str, Any], key: str) -> bool:
