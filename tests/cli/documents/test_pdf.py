@@ -10,13 +10,14 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pypdf
 import pytest
 
 from minikv.cli.documents import child as child_process
 from minikv.cli.documents import parsers
-from minikv.cli.documents.child import run
+from minikv.cli.documents.child import extract
 from minikv.cli.documents.parsers import is_pdf, read_pdf
 from minikv.cli.documents.parsers import pdf as child
 from minikv.cli.documents.text import read_bytes, read_file
@@ -385,33 +386,35 @@ def program(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+def said_by(script: str, folder: Path, patch: pytest.MonkeyPatch, data: bytes, **how: Any) -> str:
+    """The text of a document from a script in the place of the parser."""
+    patch.setattr(sys, "executable", str(program(folder, "python", script)))
+    return extract("pdf", data, "x.pdf", **{"limit": LIMIT} | how)
+
+
+def test_a_child_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = tmp_path / "alive"
-    inner = f"sleep 1; touch {mark}"
     with pytest.raises(UsageError, match="took more than 0 s"):
-        run(["/bin/sh", "-c", f"({inner}) & wait"], limit=LIMIT, timeout=0.3)
+        said_by(f"(sleep 1; touch {mark}) & wait", tmp_path, monkeypatch, b"", timeout=0.3)
     time.sleep(1.2)
     assert not mark.exists()
 
 
-def test_a_command_that_leaves_a_child_behind_is_not_waited_for() -> None:
-    began = time.monotonic()
-    output = run(["/bin/sh", "-c", "echo done; sleep 30 &"], limit=LIMIT, timeout=25)
-    assert (output.code, output.data) == (0, b"done\n")
-    assert time.monotonic() - began < 20
-
-
-def test_large_input_and_output_do_not_block_each_other() -> None:
-    data = os.urandom(1 << 20)
-    assert run(["/bin/cat"], data, limit=len(data), timeout=60) == child_process.Output(0, data, "")
+def test_large_input_and_output_do_not_block_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"12345678" * (1 << 17)
+    assert said_by("cat", tmp_path, monkeypatch, data, limit=len(data)) == data.decode()
     with pytest.raises(UsageError, match="gave more than"):
-        run(["/bin/cat"], data, limit=len(data) - 1, timeout=60)
-    # A command that takes nothing of it is no error.
-    assert run(["/bin/echo", "hi"], data, limit=9, timeout=60).data == b"hi\n"
+        said_by("cat", tmp_path, monkeypatch, data, limit=len(data) - 1)
+    # A child that takes nothing of it is no error.
+    assert said_by("echo hi", tmp_path, monkeypatch, data) == "hi\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files in memory on this system")
-def test_no_document_is_written_to_a_disk() -> None:
-    names = "import os; print(*(os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)))"
-    said = run([sys.executable, "-c", names], b"secret", limit=999, timeout=60).data.decode()
+def test_no_document_is_written_to_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "exec readlink /proc/self/fd/0 /proc/self/fd/1 /proc/self/fd/2"
+    said = said_by(names, tmp_path, monkeypatch, b"secret")
     assert said.count("/memfd:") == 3
