@@ -85,26 +85,18 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """A setting's value and its origin: a variable or a file."""
-
-    value: Plain
-    origin: str
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
-    """The settings from files and variables. alias_files: the file of each alias. notes: warnings
-    to show."""
+    """The settings from files and variables. sources: the file or variable of each value, and of
+    each alias as aliases.NAME. notes: warnings to show."""
 
-    values: Mapping[str, Value] = field(default_factory=dict)
+    values: Mapping[str, Plain] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    alias_files: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Plain:
         """The value of a setting from a variable, a file or the flag's default."""
-        return self.values[name].value if name in self.values else SETTINGS[name].default
+        return self.values.get(name, SETTINGS[name].default)
 
     def model(self, name: str | None) -> str | None:
         """The model for a value of --model: an alias means its model; an empty name, and the name
@@ -115,11 +107,7 @@ class Config:
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """The origin of each setting's value. given: parameters typed on the command line."""
         return {
-            name: setting.flag
-            if name in given
-            else self.values[name].origin
-            if name in self.values
-            else "default"
+            name: setting.flag if name in given else self.sources.get(name, "default")
             for name, setting in SETTINGS.items()
         }
 
@@ -128,9 +116,9 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     """Read the files and the variables. Raises UsageError, which names the file or variable, the
     key and the nearest known one."""
     environ = os.environ if environ is None else environ
-    values: dict[str, Value] = {}
+    values: dict[str, Plain] = {}
     aliases: dict[str, str] = {}
-    alias_files: dict[str, str] = {}
+    sources: dict[str, str] = {}
     local = (here or Path()) / LOCAL
     own = user_file()
     for path, shown in ((own, short(own) if own else ""), (local, f"./{LOCAL}")):
@@ -140,9 +128,10 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
             if key == ALIASES:
                 found = _aliases(value, f"{shown}: [{key}]")
                 aliases |= found
-                alias_files |= dict.fromkeys(found, shown)
+                sources |= {f"{ALIASES}.{name}": shown for name in found}
             elif key in SETTINGS:
-                values[key] = Value(SETTINGS[key].read_whole(value, f"{shown}: {key}"), shown)
+                values[key] = SETTINGS[key].read_whole(value, f"{shown}: {key}")
+                sources[key] = shown
             else:
                 refuse_gone(key, f"{shown}: {key}", f"minikv config unset {key} removes it")
                 known = [*SETTINGS, ALIASES]
@@ -154,11 +143,12 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         key = variable.removeprefix(PREFIX).lower()
         refuse_gone(key, variable)
         if one := SETTINGS.get(key):
-            values[key] = Value(one.read_whole(one.parse(text), variable), variable)
+            values[key] = one.read_whole(one.parse(text), variable)
+            sources[key] = variable
         else:
             near = guess(key, SETTINGS)
             notes.append(f"the variable {clean(variable)} sets nothing; {near}".rstrip("; "))
-    return Config(values, aliases, tuple(notes), alias_files)
+    return Config(values, aliases, sources, tuple(notes))
 
 
 def user_file() -> Path | None:
@@ -189,9 +179,9 @@ def install(context: typer.Context, config: Config) -> None:
     command = context.invoked_subcommand or ""
     below = getattr(context.command, "commands", {}).get(command)
     defaults = {
-        name: value.value
+        name: value
         for name, value in config.values.items()
-        if value.value != ""  # the same as no value
+        if value != ""  # the same as no value
         and name in [one.name for one in (below.params if below else ())]
         and command in (SETTINGS[name].commands or (command,))
     }

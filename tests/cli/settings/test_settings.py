@@ -106,11 +106,11 @@ def test_a_value_is_the_same_from_a_flag_a_file_and_a_variable(
         read(home, local=f"{key} = {toml}"),
         read(home, **{f"MINIKV_{key.upper()}": text}),
     ):
-        found = made.values[key].value
+        found = made.values[key]
         assert (found, type(found)) == (value, type(value))
         assert called(made).exit_code == 0
         assert SEEN[key] == value
-        assert SEEN["origins"][key] == made.values[key].origin
+        assert SEEN["origins"][key] == made.sources[key]
     if not isinstance(value, bool):
         done = called(read(home, own=f"{key} = {toml}"), f"{SETTINGS[key].flag}={text}")
         assert done.exit_code == 0, done.output
@@ -121,7 +121,7 @@ def test_what_wins_and_what_nothing_said_is(home: Path) -> None:
     made = read(
         home, "budget = 64\ntop_k = 5\nseed = 1", 'budget = "20%"\nseed = 2', MINIKV_BUDGET="3"
     )
-    assert {name: (value.value, value.origin) for name, value in made.values.items()} == {
+    assert {name: (value, made.sources[name]) for name, value in made.values.items()} == {
         "budget": ("3", "MINIKV_BUDGET"),
         "seed": (2, "./minikv.toml"),
         "top_k": (5, "~/.config/minikv/config.toml"),
