@@ -18,7 +18,7 @@ from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
-from minikv.cli.documents.named import PipedLines, attach, opened, piped_document
+from minikv.cli.documents.named import attach, opened, piped_document, piped_lines
 from minikv.cli.documents.text import changes
 from minikv.cli.failures import Interrupts, show
 from minikv.cli.paths import history_file
@@ -106,7 +106,7 @@ def chat(
             debug=interface.debug,
             checks=settings.check == "on",
         )
-        read_line: Callable[[], str] = PipedLines()
+        read_line: Callable[[], str] = piped_lines().__next__
         if typed:
             from minikv.cli.screen.editor import open_reader
 
@@ -134,7 +134,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
     while True:
         try:
             line = read_line()
-        except EOFError:
+        except (EOFError, StopIteration):
             if typed:
                 terminal.say("")
             return first_failure

@@ -64,32 +64,23 @@ def read_stdin(terminal: Terminal) -> bytes:
     return stream.read(MAX_BYTES + 1)
 
 
-class PipedLines:
-    """Each call returns the next line of standard input, without its end, as soon as it arrives;
-    the encoding is detected as for a document. Raises EOFError at the end, and UsageError if the
-    first line is not text, or the last one ends within a character of UTF-16 or UTF-32."""
-
-    def __init__(self) -> None:
-        self._lines: io.TextIOWrapper | None = None
-
-    def __call__(self) -> str:
-        if self._lines is None:
-            given: Any = sys.stdin.buffer
-            stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
-            start = stream.peek(1)
-            refuse_binary(start, STDIN)
-            encoding = encoding_of(start)
-            # Invalid bytes become lone surrogates, which the session refuses by name.
-            errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
-            self._lines = io.TextIOWrapper(stream, encoding, errors)
-        try:
-            line = self._lines.readline()
-        except UnicodeDecodeError as error:
-            what = f"{STDIN} is not valid {error.encoding.upper()}"
-            raise UsageError(what, "it ends within a character: is it cut short?") from None
-        if not line:
-            raise EOFError
-        return line.removesuffix("\n")
+def piped_lines() -> Iterator[str]:
+    """The lines of standard input, without their ends, each as soon as it arrives; the encoding is
+    detected as for a document. Raises UsageError if the first line is not text, or the last one
+    ends within a character of UTF-16 or UTF-32."""
+    given: Any = sys.stdin.buffer
+    stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
+    start = stream.peek(1)
+    refuse_binary(start, STDIN)
+    encoding = encoding_of(start)
+    # Invalid bytes become lone surrogates, which the session refuses by name.
+    errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
+    try:
+        for line in io.TextIOWrapper(stream, encoding, errors):
+            yield line.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        what = f"{STDIN} is not valid {error.encoding.upper()}"
+        raise UsageError(what, "it ends within a character: is it cut short?") from None
 
 
 def piped_document(terminal: Terminal) -> bytes:

@@ -12,7 +12,7 @@ import ipaddress
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -233,14 +233,11 @@ async def _gone(receive: Receive) -> None:
 def _within(send: Send) -> Send:
     """A `send` that raises TimeoutError if the client takes nothing for too long."""
 
-    def sent(message: Any) -> Awaitable[None]:
-        return asyncio.wait_for(_all(send(message)), SEND_S)
+    async def sent(message: Any) -> None:
+        async with asyncio.timeout(SEND_S):
+            await send(message)
 
     return sent
-
-
-async def _all(sent: Awaitable[None]) -> None:
-    await sent
 
 
 async def _body(http: Http) -> bytes:

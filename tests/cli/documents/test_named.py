@@ -13,7 +13,7 @@ from terminals import Terminals
 
 from minikv.cli.documents import named as sources
 from minikv.cli.documents import text as documents
-from minikv.cli.documents.named import PipedLines, Reader, read
+from minikv.cli.documents.named import Reader, piped_lines, read
 from minikv.errors import Interrupted, UsageError
 
 HERE = Path(__file__).parents[2]
@@ -248,11 +248,7 @@ def test_where_lines_begin_and_end(
         io.BytesIO(text.encode(encoding).replace(b"\xff\xfe" * 2, b"\xff\xfe"))
     )
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=data))
-    read = PipedLines()
-    assert [read() for _ in lines] == lines
-    for _ in range(2):
-        with pytest.raises(EOFError):
-            read()
+    assert list(piped_lines()) == lines
 
 
 def test_a_line_is_there_before_the_next_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +257,8 @@ def test_a_line_is_there_before_the_next_one_comes(monkeypatch: pytest.MonkeyPat
     os.set_blocking(read, False)  # to read on would end the line
     with open(read, "rb") as stream, open(write, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
-        lines = PipedLines()
+        lines = piped_lines()
         for question in ("\ufeffone", "two"):
             pipe.write(f"{question}\r\n".encode("utf-16-le"))
-            assert lines() == question.strip("\ufeff")
+            assert next(lines) == question.strip("\ufeff")
             assert stream.peek(1) == b""
