@@ -48,7 +48,9 @@ def listed(call: Call) -> None:
         for line in names
     ]
     last = "minikv policies show NAME   what it scores with, budget, state, options"
-    call.terminal.data("\n".join([f"{grid(rows, '<<<<<')}\n", *wrapped, last]), fold=True)
+    call.terminal.data(
+        "\n".join([f"{grid(rows, '<<<<<', call.terminal.columns)}\n", *wrapped, last]), fold=True
+    )
 
 
 @policies.command()

@@ -324,7 +324,8 @@ class Run:
                 rows = [self._row(kind, length, entry, measured) for entry in measured]
                 self.results.record["rows"] += rows
                 title = f"{kind}, {length:,} tokens"
-                self.results.show(f"{title}\n{_table(rows, decode=kind == 'decode')}")
+                table = _table(rows, self.results.terminal.columns, decode=kind == "decode")
+                self.results.show(f"{title}\n{table}")
             self.results.write()
             for entry in every:
                 entry.system.close()
@@ -414,7 +415,7 @@ class Run:
         return row
 
 
-def _table(rows: Sequence[dict[str, Any]], *, decode: bool) -> str:
+def _table(rows: Sequence[dict[str, Any]], width: int, *, decode: bool) -> str:
     floor = ["floor"] if decode else []
     lines = [["system", "tok/s", "ms", *floor, "held", "x full", "x HF"]]
     for row in rows:
@@ -430,7 +431,7 @@ def _table(rows: Sequence[dict[str, Any]], *, decode: bool) -> str:
                 *("-" if times is None else f"{times:.2f}" for times in beside),
             ]
         )
-    return grid(lines, "<" + ">" * (len(lines[0]) - 1))
+    return grid(lines, "<" + ">" * (len(lines[0]) - 1), width)
 
 
 def _number(value: float) -> str:

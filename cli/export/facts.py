@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import minikv
 from minikv.cli.chat.kept import Spans, held, spell
+from minikv.cli.screen.render import PIPED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,18 +78,6 @@ class ChatFacts:
     def last(self) -> TurnReport:
         """The newest turn record."""
         return self.turns[-1].report
-
-    def attached(self) -> list[list[tuple[str, int]]]:
-        """Name and number of characters of each document of each turn. A document without a name
-        gets a number."""
-        numbers = iter(range(1, 1 + sum(len(turn.documents) for turn in self.turns)))
-        return [
-            [
-                (document.name or f"document {number}", len(document.text))
-                for document, number in zip(turn.documents, numbers, strict=False)
-            ]
-            for turn in self.turns
-        ]
 
     def to_dict(self) -> dict[str, object]:
         """The JSON object that is documented above."""
@@ -199,7 +188,7 @@ def _sections(spans: Spans, turns: Sequence[Turn], *, forgets: bool = False) -> 
         """Where the text of the tokens from position `token` on begins."""
         return (*spans.start, len(text))[bisect_left(spans.token, token)]
 
-    count = before = 0
+    before = 0
     for number, turn in enumerate(turns, 1):
         # Search the end of the prompt of this turn: a short text may also occur elsewhere.
         spent = turn.report.tokens
@@ -210,9 +199,8 @@ def _sections(spans: Spans, turns: Sequence[Turn], *, forgets: bool = False) -> 
             at = len(text)  # the message was not found, so nothing is marked
         at -= len(message) - len(message.lstrip())
         for document in turn.documents:
-            count += 1
             shown = document.rendered()
-            name = document.name or f"document {count}"
+            name = document.name or PIPED
             mark("document", name, document.text, at + shown.rfind(document.text))
             at += len(shown)
         mark("question", f"question {number}", turn.question, at)

@@ -19,7 +19,7 @@ from minikv.chat.report import amount, percent_saved, size, thought_for
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.export.facts import ChatFacts, gather
 from minikv.cli.paths import write
-from minikv.cli.screen.render import budget_words, figures, pair_words, percent
+from minikv.cli.screen.render import PIPED, budget_words, figures, pair_words, percent
 from minikv.cli.screen.text import clean
 from minikv.cli.settings.config import worded
 from minikv.errors import UsageError
@@ -131,6 +131,7 @@ def render(facts: ChatFacts) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return environment.from_string(page).render(
         facts=facts,
+        piped=PIPED,
         version=minikv.__version__,
         style=style,
         allowed=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; "

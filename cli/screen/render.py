@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 
+PIPED = "piped text"
+"""The name that is shown of a document without one."""
+
+
 def level(share: float, most: int) -> int:
     """A step from 0 to `most` for a share from 0 to 1, rounded up, so that only 0 gives 0."""
     if share <= 0:
@@ -149,7 +153,7 @@ def header(session: ChatSession, version: str, max_tokens: int) -> str:
         rows.append(("documents", f"{len(waiting):,} · {characters:,} characters · /docs"))
         return grid(rows, "<<")
     rows += [
-        ("document", f"{document.name or 'piped text'} · {len(document.text):,} characters")
+        ("document", f"{document.name or PIPED} · {len(document.text):,} characters")
         for document in waiting
     ]
     return grid(rows, "<<")
