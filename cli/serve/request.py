@@ -21,39 +21,20 @@ from minikv.settings import Generation, settings_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _NO_TOOLS = "minikv gives a model no tools"
-_NO_PROBABILITIES = "minikv returns no probabilities"
-_USE_PENALTY = "minikv has repeat_penalty instead"
 _UNSUPPORTED: Mapping[str, str] = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _NO_TOOLS),
     "response_format": "minikv writes text, and enforces no format",
-    "logprobs": _NO_PROBABILITIES,
-    "top_logprobs": _NO_PROBABILITIES,
+    **dict.fromkeys(("logprobs", "top_logprobs"), "minikv returns no probabilities"),
     "logit_bias": "minikv changes no single token's probability",
-    "frequency_penalty": _USE_PENALTY,
-    "presence_penalty": _USE_PENALTY,
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), "minikv has repeat_penalty instead"),
     "n": "minikv writes one answer to a request",
-    "modalities": "minikv writes text only",
-    "audio": "minikv writes text only",
+    **dict.fromkeys(("modalities", "audio"), "minikv writes text only"),
     "prediction": "minikv takes no predicted answer",
     "web_search_options": "minikv does not use the network",
 }
 _STOPS = 16
 """The most stop texts, because each is searched for after every token."""
-_NOTHING: tuple[object, ...] = (
-    None,
-    False,
-    0,
-    "",
-    [],
-    {},
-    "none",
-    "auto",
-    {"type": "text"},
-    ["text"],
-)
+_NOTHING = (None, False, 0, "", [], {}, "none", "auto", {"type": "text"}, ["text"])
 """Values with which a key requests nothing; for `n`, also 1."""
 
 
