@@ -16,7 +16,7 @@ from time import monotonic
 from typing import IO
 
 from minikv.cli.screen.text import clean
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 TIMEOUT = 120.0
 """The most seconds for one document."""
@@ -27,7 +27,7 @@ Child = Callable[[bytes, Callable[[str], object]], str]
 """Writes the text of a document. Returns "", or why it cannot, as "what: hint"."""
 
 _REFUSED = 3  # exit code of a child that gives the reason
-_TICK = 0.1  # seconds between two checks of the clock and of Ctrl-C
+_TICK = 0.1  # seconds between two checks of the clock
 _TAIL = 4096  # bytes of stderr that are read
 
 
@@ -38,11 +38,10 @@ def extract(
     *,
     limit: int,
     timeout: float = TIMEOUT,
-    stopped: Callable[[], bool] | None = None,
 ) -> str:
     """The text of `data`, "pdf" or "markup", at most `limit` bytes; `shown` names the document in
-    errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or too large;
-    and Interrupted once `stopped()` is true. The child and all that it started are then killed."""
+    errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or too large.
+    After any error, the child and all that it started are killed."""
     # -P: import nothing from the current directory.
     limits = (str(MEMORY), str(int(timeout) + 1))
     arguments = (sys.executable, "-P", "-m", "minikv.cli.documents.parsers", kind, *limits)
@@ -59,8 +58,6 @@ def extract(
         end = monotonic() + timeout
         try:
             while process.poll() is None:
-                if stopped is not None and stopped():
-                    raise Interrupted(f"stopped reading {shown}", "nothing was added")
                 if monotonic() > end:
                     raise UsageError(too_slow, "extract its text with another program")
                 if os.fstat(out.fileno()).st_size > limit:

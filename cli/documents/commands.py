@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -12,11 +11,11 @@ from minikv.chat.report import amount
 from minikv.checks import guess
 from minikv.cli.chat.kept import locate, spell
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.documents.named import Reader, attach, read
+from minikv.cli.documents.named import attach, read
 from minikv.cli.saved.commands import left
 from minikv.cli.screen.render import PIPED
 from minikv.cli.screen.text import cut, grid
-from minikv.errors import UsageError
+from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -33,23 +32,21 @@ def _add(context: Context, arguments: list[str]) -> None:
             "/add takes files, directories and patterns", "/add report.txt, /add notes, /add *.md"
         )
     session, terminal = context.session, context.terminal
-    stop = threading.Event()
-    reader = Reader(stop.is_set, lambda path: terminal.status(f"reading {path}"))
-    try:
-        # All are read before any is attached, so that a bad name adds nothing.
-        with context.interrupts.stopping(stop.set):
-            texts, notes = read(arguments, reader)
-    finally:
-        terminal.clear_status()
+
+    def stop() -> None:
+        raise Interrupted("stopped reading the documents", "nothing was added")
+
+    # All are read before any is attached, so that a bad name or Ctrl-C adds nothing.
+    with context.interrupts.stopping(stop):
+        texts, notes = read(arguments, terminal)
     for note in notes:
         terminal.say(note)
     texts = attach(session, texts, terminal)
     if notes:
         characters = sum(len(text.text) for text in texts)
         terminal.say(
-            f"{amount(len(texts), 'document')}: {amount(characters, 'character')}, read with "
-            "your next "
-            "question; /docs lists them"
+            f"{amount(len(texts), 'document')}: {amount(characters, 'character')}, read with your "
+            "next question; /docs lists them"
         )
         return
     for text in texts:

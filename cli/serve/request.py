@@ -34,7 +34,18 @@ _UNSUPPORTED: Mapping[str, str] = {
 }
 _STOPS = 16
 """The most stop texts, because each is searched for after every token."""
-_NOTHING = (None, False, 0, "", [], {}, "none", "auto", {"type": "text"}, ["text"])
+_NOTHING: tuple[object, ...] = (
+    None,
+    False,
+    0,
+    "",
+    [],
+    {},
+    "none",
+    "auto",
+    {"type": "text"},
+    ["text"],
+)
 """Values with which a key requests nothing; for `n`, also 1."""
 
 

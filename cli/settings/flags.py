@@ -80,7 +80,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
         assert isinstance(kind, type)
         every = Only(" ".join(each.name for each in fields(kind)))
         only = next((note for note in notes if isinstance(note, Only)), every)
-        known = settings_of(kind) | only.changed
+        known = {**settings_of(kind), **only.changed}
         groups[one.name] = kind, known
         if not known:
             parameters += inspect.signature(kind, eval_str=True).parameters.values()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from minikv.cli.documents import child
-from minikv.cli.documents.named import Reader, read
+from minikv.cli.documents.named import read
 from minikv.cli.documents.parsers import markup
 from minikv.cli.documents.text import read_bytes
+from minikv.cli.screen.terminal import Terminal
 from minikv.errors import UsageError
 
 WORD = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
@@ -146,4 +147,4 @@ def test_without_the_extra_the_line_says_what_to_install(monkeypatch: pytest.Mon
 def test_a_directory_has_its_pages_and_word_files(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_bytes(docx(paragraph("one")))
     (tmp_path / "b.html").write_text("<p>two")
-    assert [text.text for text in read([str(tmp_path)], Reader())[0]] == ["one", "two"]
+    assert [text.text for text in read([str(tmp_path)], Terminal())[0]] == ["one", "two"]

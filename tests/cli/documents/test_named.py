@@ -13,8 +13,9 @@ from terminals import Terminals
 
 from minikv.cli.documents import named as sources
 from minikv.cli.documents import text as documents
-from minikv.cli.documents.named import Reader, piped_lines, read
-from minikv.errors import Interrupted, UsageError
+from minikv.cli.documents.named import piped_lines, read
+from minikv.cli.screen.terminal import Terminal
+from minikv.errors import UsageError
 
 HERE = Path(__file__).parents[2]
 
@@ -27,8 +28,8 @@ def tree(root: Path, *names: str, data: bytes = b"") -> Path:
     return root
 
 
-def names(*named: str | Path, reader: Reader | None = None) -> list[str | None]:
-    return [text.name for text in read([str(one) for one in named], reader or Reader())[0]]
+def names(*named: str | Path) -> list[str | None]:
+    return [text.name for text in read([str(one) for one in named], Terminal())[0]]
 
 
 def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Path) -> None:
@@ -36,7 +37,7 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
     tree(tmp_path, "x.bin", data=bytes(range(256)))
     tree(tmp_path, "empty.txt", data=b" \n")
     tree(tmp_path, "latin.txt", data=b"caf\xe9")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, notes = read([str(tmp_path)], Terminal())
     assert [text.name for text in texts] == [
         "a.txt",
         "b/10.md",
@@ -57,7 +58,7 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
 def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
     tree(tmp_path, "d/2.txt", "d/1.txt", "z.txt")
     given = [str(tmp_path / "z.txt"), "-", str(tmp_path / "d")]
-    texts, _ = read(given, Reader(), lambda: b"piped")
+    texts, _ = read(given, Terminal(), lambda: b"piped")
     assert [text.name for text in texts] == ["z.txt", None, "1.txt", "2.txt"]
     assert texts[1].text == "piped"
 
@@ -68,7 +69,7 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
         for there in ("a", "b"):
             (tmp_path / here / f"to-{there}").symlink_to(tmp_path / there)
     (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "b" / "2.txt")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, notes = read([str(tmp_path)], Terminal())
     assert [text.name for text in texts] == ["a/1.txt", "a/link.txt", "b/2.txt"]
     assert notes[0].endswith("skipped 4 linked (a/to-a, a/to-b, b/to-a, ...)")
     assert names(f"{tmp_path}/**/*.txt") == ["a/1.txt", "a/link.txt", "b/2.txt"]
@@ -80,7 +81,7 @@ def test_pipes_and_dangling_links_in_a_directory_are_skipped(tmp_path: Path) -> 
     tree(tmp_path, "a.txt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, notes = read([str(tmp_path)], Terminal())
     assert [text.name for text in texts] == ["a.txt"]
     assert notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
 
@@ -141,7 +142,7 @@ def test_what_means_nothing_is_one_line(
     tree(tmp_path, "other/x", data=bytes(256))
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        read([named], Reader())
+        read([named], Terminal())
     assert str(caught.value) == message
     assert caught.value.hint.startswith(hint)
     assert "\n" not in caught.value.hint
@@ -149,7 +150,7 @@ def test_what_means_nothing_is_one_line(
 
 def test_an_address_with_a_wildcard_is_an_address() -> None:
     with pytest.raises(UsageError, match="is an address"):
-        read(["https://x.org/?q=1*"], Reader())
+        read(["https://x.org/?q=1*"], Terminal())
 
 
 def test_too_many_files_are_refused_and_not_cut(
@@ -160,7 +161,7 @@ def test_too_many_files_are_refused_and_not_cut(
     monkeypatch.setattr(sources, "LISTED", 2)
     tree(tmp_path, "1", "2", "3")
     assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
-    assert read([str(tmp_path)], Reader())[1][2:] == ["  2: 1 characters", "  and 1 more"]
+    assert read([str(tmp_path)], Terminal())[1][2:] == ["  2: 1 characters", "  and 1 more"]
     tree(tmp_path, "4")
     for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
         with pytest.raises(UsageError, match="means more than 3 files"):
@@ -178,29 +179,19 @@ def test_the_size_limit_holds_for_a_whole_directory(
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)
     tree(tmp_path, "large", data=b"x" * 101)
-    _, notes = read([str(tmp_path)], Reader())
+    _, notes = read([str(tmp_path)], Terminal())
     assert notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
     with pytest.raises(UsageError, match="is larger than"):
         names(tmp_path)
 
 
-def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) -> None:
-    tree(tmp_path, "1", "2", "3")
-    seen: list[str] = []
-    reader = Reader(reading=seen.append, stopped=lambda: len(seen) == 2)
-    with pytest.raises(Interrupted, match="stopped reading") as stopped:
-        names(tmp_path, reader=reader)
-    assert stopped.value.hint == "nothing was added"
-    assert len(seen) == 2
-
-
 def test_hostile_names_of_a_directory_are_one_clean_line(tmp_path: Path) -> None:
     tree(tmp_path, "a\x1b]0;b\nc.txt")
-    texts, _ = read([str(tmp_path)], Reader())
+    texts, _ = read([str(tmp_path)], Terminal())
     assert texts[0].name == "a]0;b c.txt"
     with pytest.raises(UsageError) as caught:
-        read(["\x1bno*"], Reader())
+        read(["\x1bno*"], Terminal())
     assert "\x1b" not in str(caught.value)
 
 

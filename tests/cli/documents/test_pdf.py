@@ -21,7 +21,7 @@ from minikv.cli.documents.child import extract
 from minikv.cli.documents.parsers import is_pdf, read_pdf
 from minikv.cli.documents.parsers import pdf as child
 from minikv.cli.documents.text import read_bytes, read_file
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 LIMIT = 1 << 20
 CATALOG = b"<< /Type /Catalog /Pages 2 0 R >>"
@@ -369,11 +369,6 @@ def test_what_a_reader_may_take_is_bounded(
         timeout = 0.0
     error = refused(lambda: read_pdf(data, "x.pdf", limit=limit, timeout=timeout))
     assert re.search(said, str(error))
-
-
-def test_ctrl_c_stops_the_reading() -> None:
-    with pytest.raises(Interrupted, match=r"stopped reading x\.pdf"):
-        read_pdf(document("x"), "x.pdf", limit=LIMIT, stopped=lambda: True)
 
 
 # -- the child --------------------------------------------------------------------------------

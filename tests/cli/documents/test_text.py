@@ -12,7 +12,7 @@ import pytest
 from minikv.chat.transcript import Document
 from minikv.cli.documents import text as documents
 from minikv.cli.documents.text import Text, changes, decode, read_file, source_of
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 
 def write(folder: Path, data: bytes, name: str = "d.txt") -> str:
@@ -111,14 +111,6 @@ def test_the_pipe_of_a_shells_command_has_no_name(tmp_path: Path) -> None:
     os.close(writing)
     assert read_file(f"/dev/fd/{reading}") == Text("from a command", None, facts="14 characters")
     os.close(reading)
-
-
-def test_a_pipe_that_nobody_writes_to_can_be_stopped(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    looks = iter([False, False, True])
-    with pytest.raises(Interrupted, match="stopped reading"):
-        read_file(str(pipe), stopped=lambda: next(looks))
 
 
 def test_a_pipe_without_an_end_is_cut_at_the_size_limit(
