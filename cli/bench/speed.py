@@ -133,8 +133,7 @@ class Transformers:
         "kv": "auto",
     }
 
-    def __init__(self, spec: networks.Spec, net: Llama | None = None) -> None:
-        """net: a random network whose tensors become the parameters; None: load or make them."""
+    def __init__(self, spec: networks.Spec) -> None:
         library = importlib.import_module(PEER)
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
@@ -147,7 +146,7 @@ class Transformers:
                 local_files_only=True,
             ).to(self.device)
         else:
-            self.model = _random(library, spec, net or networks.plain(spec))
+            self.model = _random(library, spec, networks.plain(spec))
         self.model.eval()
         self.vocab = int(self.model.config.vocab_size)
         self._clock = networks.Clock(self.device)

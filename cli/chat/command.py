@@ -6,7 +6,8 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -110,9 +111,8 @@ def chat(
         if typed:
             from minikv.cli.screen.editor import open_reader
 
-            read_line = open_reader(
-                terminal, _help(session), None if asked.no_history else history_file()
-            )
+            history = None if asked.no_history else history_file()
+            read_line = open_reader(terminal, _help(session), history)
         if first is not None:
             read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)
@@ -211,9 +211,5 @@ def _help(session: ChatSession) -> Help:
     """The completions and the toolbar of the line editor."""
     from minikv.cli.screen.editor import Help
 
-    def words(typed: Sequence[str]) -> Sequence[str]:
-        return (
-            slash_commands.following(session, typed) if len(typed) > 1 else slash_commands.names()
-        )
-
-    return Help(words, slash_commands.takes_files, lambda columns: render.toolbar(session, columns))
+    words, toolbar = partial(slash_commands.following, session), partial(render.toolbar, session)
+    return Help(words, slash_commands.takes_files, toolbar)

@@ -72,6 +72,8 @@ def names() -> list[str]:
 
 def following(session: ChatSession, words: Sequence[str]) -> list[str]:
     """The completions of the last of `words`; the first word is a command with its slash."""
+    if len(words) == 1:
+        return names()
     first, *before, word = words
     command = _BY_WORD.get(first.removeprefix("/"))
     follows = command.follows if command else ()
