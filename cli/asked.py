@@ -25,7 +25,7 @@ Files = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What `minikv ask` is asked. go_on: behind the last `ask`."""
+    """What `minikv ask` is asked. go_on: continue the last `ask`."""
 
     question: Annotated[
         str, typer.Argument(metavar="QUESTION", help="the question; - reads the message from stdin")
@@ -35,7 +35,7 @@ class Question:
         bool,
         flag(
             "--continue -c",
-            "ask behind the last `ask`, which is kept for that (see --remember)",
+            "continue the last `ask`, which is kept for that (see --remember)",
             SAVED,
         ),
     ] = False

@@ -119,10 +119,14 @@ class Planner:
 
         from minikv.chat.fitting import Machine, likely, tier_beside
         from minikv.loader import shape_of
-        from minikv.models import config_of, dtype_of, weights
+        from minikv.models import BUNDLED, config_of, dtype_of, weights
+        from minikv.models.hub import configuration
 
         self.settings, self.memory = settings, memory
-        self.folder = folder or config_folder(settings)
+        if folder is None and settings.model is not None:  # only this file is downloaded
+            model, revision, offline = settings.model, settings.revision, settings.offline
+            folder = configuration(model, revision=revision, offline=offline)
+        self.folder = folder or BUNDLED
         self.config = config_of(self.folder)
         self.notes = list(self.config.notes)
         self.device = _device(settings.device, here=memory is None)
@@ -288,17 +292,6 @@ def _flags(settings: Settings) -> str:
     if settings.stride:
         parts.append(f"--stride {settings.stride}")
     return " ".join(parts)
-
-
-def config_folder(settings: Settings) -> Path:
-    """The folder with config.json: the directory or the hub's cache, into which only this file is
-    downloaded if necessary. Raises ModelError."""
-    from minikv.models import BUNDLED
-    from minikv.models.hub import configuration
-
-    if settings.model is None:
-        return BUNDLED
-    return configuration(settings.model, revision=settings.revision, offline=settings.offline)
 
 
 def _device(name: str, *, here: bool) -> torch.device:

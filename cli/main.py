@@ -121,14 +121,19 @@ def run() -> None:
     try:
         code = app(args=_resume_alone(sys.argv[1:]), prog_name="minikv", standalone_mode=False)
     except typer.TyperException as error:
-        command = " ".join(["minikv", *_command_words(sys.argv[1:])])
+        typed = [name for name, *_ in _COMMANDS if sys.argv[1:2] == [name]]
+        command = " ".join(["minikv", *typed])
         message = _told(error.format_message()).replace(": Value error, ", ": ")
         if message:  # a command without a subcommand has shown its help
             Terminal().fail(message, f"`{command} --help` shows the usage")
         code = error.exit_code
     except typer.Abort:
         code = 130
-    except OSError as error:  # from typer's own output, such as --help: ours is guarded
+    # The other errors come from typer's own output, such as --help: ours is guarded.
+    except (SystemExit, BrokenPipeError):  # rich, typer: the reader has seen enough (`| head`)
+        hush()
+        code = 0
+    except OSError as error:
         Terminal().fail(f"cannot write the output: {error.strerror}")
         hush()
         code = 1
@@ -182,8 +187,3 @@ def _resume_alone(arguments: list[str]) -> list[str]:
         alone[word] if word in alone and (after[:1] == "-" or after in kinds) else word
         for word, after in zip(arguments, following, strict=True)
     ]
-
-
-def _command_words(arguments: list[str]) -> list[str]:
-    names = (one.name for one in app.registered_commands)
-    return arguments[:1] if arguments[:1] and arguments[0] in names else []

@@ -16,7 +16,6 @@ from minikv.chat.report import size
 from minikv.checks import guess
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen.progress import Loading
-from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import clean, cut, grid
 from minikv.cli.settings.config import BUNDLED
 from minikv.cli.settings.flags import Call, Only, Yes, command, group
@@ -56,16 +55,14 @@ def listed(call: Call) -> None:
     repos, found = _cached(), [Model(BUNDLED, weights, "ready", str(FOLDER))]
     for repo in sorted(repos, key=lambda repo: str(repo.repo_id).lower()):
         found += _ggufs(repo) or [_model(repo)]
-    found += [_file(name, path) for name, path in places.listed()]
+    found += [_read(name, path) for name, path in places.listed()]
     lines = [("NAME", "SIZE", "FORM", "STATE")]
     for one in found:
         form = clean(one.form) or "-"
         lines.append((clean(one.name), size(one.bytes), form, clean(one.state)))
     table = grid(lines, "<><<").split("\n")
-    if terminal.out.isatty():
-        width = window(terminal.out)[0]
-        table = [cut(line, width) for line in table]
-    terminal.data("\n".join(table))
+    width = terminal.columns
+    terminal.data("\n".join(cut(line, width) if width else line for line in table))
     for name, model in call.config.aliases.items():
         terminal.note(f"alias {clean(name)} = {clean(model)}")
     if not repos:
@@ -165,12 +162,16 @@ def _cached() -> list[Any]:
     return [repo for repo in info.repos if repo.repo_type == "model"]
 
 
+def _latest(repo: Any) -> Any:
+    """The default revision of a model of the cache, or else its newest; None if it has none."""
+    return max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
+
+
 def _model(repo: Any) -> Model:
     """A model of the cache; its state is that of the default revision."""
-    loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
-    folder = repo.repo_path if loaded is None else loaded.snapshot_path
-    form, state = _read(folder)
-    return Model(repo.repo_id, repo.size_on_disk, state, str(folder), form=form)
+    latest = _latest(repo)
+    folder = repo.repo_path if latest is None else latest.snapshot_path
+    return _read(repo.repo_id, folder, repo.size_on_disk)
 
 
 def _ggufs(repo: Any) -> list[Model]:
@@ -178,35 +179,32 @@ def _ggufs(repo: Any) -> list[Model]:
     kind."""
     from minikv.models.files import CONFIGS, is_gguf
 
-    loaded = max(repo.revisions, key=lambda r: ("main" in r.refs, r.last_modified), default=None)
-    files = [] if loaded is None else sorted(loaded.files, key=lambda one: str(one.file_name))
+    latest = _latest(repo)
+    files = [] if latest is None else sorted(latest.files, key=lambda one: str(one.file_name))
     if any(one.file_name in CONFIGS for one in files):
         return []
     named = [one.file_path for one in files if is_gguf(one.file_name)]
     forms = [re.split("[-.]", path.stem)[-1] for path in named]
     return [
-        _file(f"{repo.repo_id}:{form if forms.count(form) == 1 else path.stem}", path)
+        _read(f"{repo.repo_id}:{form if forms.count(form) == 1 else path.stem}", path)
         for form, path in zip(forms, named, strict=True)
     ]
 
 
-def _file(name: str, path: Path) -> Model:
-    """A model in one GGUF file."""
-    form, state = _read(path)
-    return Model(name, path.stat().st_size, state, str(path), form=form)
-
-
-def _read(folder: Path) -> tuple[str, str]:
-    """The form and the state of a folder or of a GGUF file."""
+def _read(name: str, path: Path, nbytes: int | None = None) -> Model:
+    """The model in a folder or a GGUF file. nbytes: its size; None: that of the file."""
     from minikv.models import config_of
     from minikv.models.errors import ModelError
     from minikv.models.files import missing_files
 
+    form = ""
     try:
-        if folder.is_dir() and (lacks := missing_files(folder)):
-            return "", f"{lacks} is missing"
-        return config_of(folder).form, "ready"
+        if path.is_dir() and (lacks := missing_files(path)):
+            state = f"{lacks} is missing"
+        else:
+            form, state = config_of(path).form, "ready"
     except OSError as error:
-        return "", f"cannot be read: {error.strerror}"
+        state = f"cannot be read: {error.strerror}"
     except ModelError as error:
-        return "", f"not supported: {error}"
+        state = f"not supported: {error}"
+    return Model(name, path.stat().st_size if nbytes is None else nbytes, state, str(path), form)

@@ -67,9 +67,10 @@ def private(folder: Path) -> Path:
     return folder
 
 
-def opened(path: Path) -> Any:
-    """A regular file to read, no link. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+def opened(path: Path | str, *, links: bool = False) -> Any:
+    """A regular file to read; `links`: also behind a link. Raises OSError, ValueError."""
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer forever.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW))
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(0, "not a regular file")

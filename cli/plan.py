@@ -104,16 +104,19 @@ def plan(
         return
     for note in made[0].notes:
         call.terminal.warn(worded(note))
-    text = shown(made, [hint for hint in found if hint], whole=not tokens)
+    hints, width = [hint for hint in found if hint], call.terminal.columns
+    text = shown(made, hints, width, whole=not tokens)
     call.terminal.data(text, fold=True)
 
 
 # -- text -----------------------------------------------------------------------------------
 
 
-def shown(made: Sequence[Forecast], suggestions: Sequence[Suggestion], *, whole: bool) -> str:
-    """The forecasts of one model as text. whole: the last one is for all that the model can
-    read."""
+def shown(
+    made: Sequence[Forecast], suggestions: Sequence[Suggestion], width: int, *, whole: bool
+) -> str:
+    """The forecasts of one model as text, with tables of at most `width` columns if it is not 0.
+    whole: the last one is for all that the model can read."""
     one, several = made[0], len(made) > 1
     lines = [f"{name:<10}{text}" for name, text in _facts(made, whole=whole)]
     for each in made:
@@ -121,7 +124,7 @@ def shown(made: Sequence[Forecast], suggestions: Sequence[Suggestion], *, whole:
         if several:
             every = " (the whole context)" if whole and each is made[-1] else ""
             lines.append(f"{amount(each.tokens, 'token')}{every}")
-        lines += _table(each)
+        lines += _table(each, width)
     least, most = size(one.workspace), size(made[-1].workspace)
     space = f"about {least}" if least == most else f"about {least} to {most}"
     foot = (
@@ -190,7 +193,7 @@ def _advice(hint: Suggestion, model: str) -> str:
     return f"{amount(hint.tokens, 'token')}: minikv chat {chosen}{flags}FILE ({needs}; {kept})"
 
 
-def _table(made: Forecast) -> list[str]:
+def _table(made: Forecast, width: int) -> list[str]:
     """A line for each policy."""
     # If --budget auto evicts nothing, every policy is like full.
     rows = [row for row in made.rows if row.error or row.rows or row.policy == "full"]
@@ -204,7 +207,7 @@ def _table(made: Forecast) -> list[str]:
         else:
             sizes = size(row.reading), size(row.writing), size(row.needs)
             table.append((row.label, *sizes, fits))
-    return [*grid(table, "<>>><").split("\n"), *wrong]
+    return [*grid(table, "<>>><", width).split("\n"), *wrong]
 
 
 def _kept(form: str) -> str:

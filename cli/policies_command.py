@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from minikv.checks import guess, quoted
-from minikv.cli.screen.terminal import window
 from minikv.cli.screen.text import grid
 from minikv.cli.settings.flags import Call, command, group, text
 from minikv.errors import UsageError
@@ -42,13 +41,15 @@ def listed(call: Call) -> None:
         f"--decode takes {', '.join(step_names())}",
         f"parts to add to a policy: {', '.join(part_names())} (as in h2o+ada)",
     )
-    wide = _width(call)
+    wide = min(80, call.terminal.columns or 80)
     wrapped = [
         textwrap.fill(line, wide, subsequent_indent="    ", break_on_hyphens=False)
         for line in names
     ]
     last = "minikv policies show NAME   what it scores with, budget, state, options"
-    call.terminal.data("\n".join([f"{grid(rows, '<<<<<')}\n", *wrapped, last]), fold=True)
+    call.terminal.data(
+        "\n".join([f"{grid(rows, '<<<<<', call.terminal.columns)}\n", *wrapped, last]), fold=True
+    )
 
 
 @policies.command()
@@ -63,7 +64,7 @@ def show(
     code.
     """
     refuse_without_torch()
-    wide = _width(call)
+    wide = min(80, call.terminal.columns or 80)
     if name in registry.method_names():
         card = _card(registry.method(name), wide)
     elif name in (*registry.SCORERS, *part_names()):
@@ -74,12 +75,6 @@ def show(
         near = guess(name, [*registry.method_names(), *registry.SCORERS, *part_names()])
         raise UsageError(f"unknown policy {quoted(name)}", f"{near}`minikv policies` lists all")
     call.terminal.data(card, fold=True)
-
-
-def _width(call: Call) -> int:
-    """Columns of the longest line: 80, or those of a narrower terminal."""
-    out = call.terminal.out
-    return min(80, window(out)[0]) if out.isatty() else 80
 
 
 def _card(info: Method, wide: int) -> str:

@@ -197,7 +197,8 @@ def _named(model: str | Path, revision: str | None) -> Path | str:
         return short
     if isinstance(model, Path) or _HUB_ID.fullmatch(text) is None or _PATHLIKE.match(text):
         raise ModelUnavailable(
-            f"model {quote(text)} not found: no such {'file' if is_gguf(text) else 'directory'}",
+            f"model {quote(text)} not found: it is no {'file' if is_gguf(text) else 'directory'} "
+            "here, and no hub id",
             "give a directory, a .gguf file, or a hub id such as meta-llama/Llama-3.1-8B-Instruct",
         )
     if revision is not None and (_REVISION.fullmatch(revision) is None or ".." in revision):

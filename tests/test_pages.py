@@ -67,7 +67,7 @@ def test_matrices_lie_there_and_what_was_packed_is_gone(
         net = networks.network(networks.Spec(sizes, weights=form))
     for layer in net.layers:
         for matrix in (layer.gate_up, layer.down):
-            stored = matrix.quantised if isinstance(matrix, Int8) else matrix.dense()
+            stored = matrix.weights if isinstance(matrix, Int8) else matrix.dense()
             assert stored.data_ptr() % PAGE == 0
     alive = sum(ref() is not None for ref in made)
     large = 4 if form == "int8" else 8

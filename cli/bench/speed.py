@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import util
 from statistics import median
 from typing import Any, ClassVar
 
@@ -63,7 +62,18 @@ class Cached:
         named = (policies, budget, weights, f"kv {kv}")
         self.name = " ".join(x for x in named if x not in ("-", "auto", "kv auto"))
         self.device, self.vocab = net.device, net.config.vocab
-        self.engine = _engine(net, eviction, kernels, kv)
+        cache = KVCache(
+            shape_of(net.config),
+            eviction.rules(),
+            dtype=net.dtype,
+            device=net.device,
+            kv=torch.int8 if kv == "int8" else None,
+            output=output_of(net),
+            rotary=net.rotation,
+            kernels=kernels,
+        )
+        net.use(cache.ops if cache.ops.name != "torch" else None)
+        self.engine = Engine(net, cache)
         self._clock = networks.Clock(net.device)
         self._token = 0
 
@@ -109,26 +119,6 @@ class Cached:
         self.engine.reset()
 
 
-def _engine(net: Llama, eviction: EvictionConfig, kernels: str, kept_in: str) -> Engine:
-    kv = KVCache(
-        shape_of(net.config),
-        eviction.rules(),
-        dtype=net.dtype,
-        device=net.device,
-        kv=torch.int8 if kept_in == "int8" else None,
-        output=output_of(net),
-        rotary=net.rotation,
-        kernels=kernels,
-    )
-    net.use(kv.ops if kv.ops.name != "torch" else None)
-    return Engine(net, kv)
-
-
-def installed() -> bool:
-    """Whether transformers is installed."""
-    return util.find_spec(PEER) is not None
-
-
 class Transformers:
     """A Llama of transformers with torch's attention and a cache that grows.
 
@@ -143,8 +133,7 @@ class Transformers:
         "kv": "auto",
     }
 
-    def __init__(self, spec: networks.Spec, net: Llama | None = None) -> None:
-        """net: a random network whose tensors become the parameters; None: load or make them."""
+    def __init__(self, spec: networks.Spec) -> None:
         library = importlib.import_module(PEER)
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
@@ -157,7 +146,7 @@ class Transformers:
                 local_files_only=True,
             ).to(self.device)
         else:
-            self.model = _random(library, spec, net or networks.plain(spec))
+            self.model = _random(library, spec, networks.plain(spec))
         self.model.eval()
         self.vocab = int(self.model.config.vocab_size)
         self._clock = networks.Clock(self.device)
@@ -306,14 +295,13 @@ class Run:
         self.peer = self._peer(spec) if asked.peer else None
 
     def _peer(self, spec: networks.Spec) -> Transformers | None:
-        if not installed():
-            self.results.note(f"{PEER} is not installed: nothing to compare with")
-            return None
         try:
             return Transformers(spec)
+        except ModuleNotFoundError:
+            self.results.note(f"{PEER} is not installed: nothing to compare with")
         except Exception as error:
             self.results.note(f"not compared: {PEER}: {error}")
-            return None
+        return None
 
     def measure(self, kind: str, length: int) -> None:
         """Rows of every system for prompts of one length, the full cache first. kind: "decode" or
@@ -335,7 +323,8 @@ class Run:
                 rows = [self._row(kind, length, entry, measured) for entry in measured]
                 self.results.record["rows"] += rows
                 title = f"{kind}, {length:,} tokens"
-                self.results.show(f"{title}\n{_table(rows, decode=kind == 'decode')}")
+                table = _table(rows, self.results.terminal.columns, decode=kind == "decode")
+                self.results.show(f"{title}\n{table}")
             self.results.write()
             for entry in every:
                 entry.system.close()
@@ -425,7 +414,7 @@ class Run:
         return row
 
 
-def _table(rows: Sequence[dict[str, Any]], *, decode: bool) -> str:
+def _table(rows: Sequence[dict[str, Any]], width: int, *, decode: bool) -> str:
     floor = ["floor"] if decode else []
     lines = [["system", "tok/s", "ms", *floor, "held", "x full", "x HF"]]
     for row in rows:
@@ -441,7 +430,7 @@ def _table(rows: Sequence[dict[str, Any]], *, decode: bool) -> str:
                 *("-" if times is None else f"{times:.2f}" for times in beside),
             ]
         )
-    return grid(lines, "<" + ">" * (len(lines[0]) - 1))
+    return grid(lines, "<" + ">" * (len(lines[0]) - 1), width)
 
 
 def _number(value: float) -> str:

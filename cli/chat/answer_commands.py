@@ -177,9 +177,9 @@ def _undo(context: Context, arguments: list[str]) -> None:
         context.terminal.say(f"undone: {_line(turn.question)}")
     if session.reads_again or (session.turns and not session.log.ids):
         context.terminal.say("  your next question reads the rest of the conversation again")
-    again = [d.name or "the document" for d in session.pending if d not in waiting]
+    again = [d.name or render.PIPED for d in session.pending if d not in waiting]
     gone = [
-        document.name or "a document"
+        document.name or render.PIPED
         for turn in taken
         for document in turn.documents
         if document not in session.pending

@@ -6,7 +6,8 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from minikv.cli.chat import slash_commands
 from minikv.cli.chat.answer_commands import check
 from minikv.cli.chat.slash import Context, Leave
 from minikv.cli.chat.turn import note_report, open_chat, run_turn
-from minikv.cli.documents.named import PipedLines, attach, opened, piped_document
+from minikv.cli.documents.named import attach, opened, piped_document, piped_lines
 from minikv.cli.documents.text import changes
 from minikv.cli.failures import Interrupts, show
 from minikv.cli.paths import history_file
@@ -106,13 +107,12 @@ def chat(
             debug=interface.debug,
             checks=settings.check == "on",
         )
-        read_line: Callable[[], str] = PipedLines()
+        read_line: Callable[[], str] = piped_lines().__next__
         if typed:
             from minikv.cli.screen.editor import open_reader
 
-            read_line = open_reader(
-                terminal, _help(session), None if asked.no_history else history_file()
-            )
+            history = None if asked.no_history else history_file()
+            read_line = open_reader(terminal, _help(session), history)
         if first is not None:
             read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)
@@ -134,7 +134,7 @@ def converse(context: Context, read_line: Callable[[], str], *, typed: bool) -> 
     while True:
         try:
             line = read_line()
-        except EOFError:
+        except (EOFError, StopIteration):
             if typed:
                 terminal.say("")
             return first_failure
@@ -211,9 +211,5 @@ def _help(session: ChatSession) -> Help:
     """The completions and the toolbar of the line editor."""
     from minikv.cli.screen.editor import Help
 
-    def words(typed: Sequence[str]) -> Sequence[str]:
-        return (
-            slash_commands.following(session, typed) if len(typed) > 1 else slash_commands.names()
-        )
-
-    return Help(words, slash_commands.takes_files, lambda columns: render.toolbar(session, columns))
+    words, toolbar = partial(slash_commands.following, session), partial(render.toolbar, session)
+    return Help(words, slash_commands.takes_files, toolbar)

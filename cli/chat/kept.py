@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from minikv.chat.report import amount
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.screen.render import level, percent, strip
+from minikv.cli.screen.render import PIPED, level, percent, strip
 from minikv.cli.screen.terminal import BLOCKS, Screen
 from minikv.cli.screen.text import broken, cells, clipped, folded, shown
 from minikv.errors import UsageError
@@ -146,7 +146,7 @@ def locate(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
     changes (a normaliser)."""
     parts: list[Part | None] = []
     at = 0
-    for number, document in enumerate(documents, 1):
+    for document in documents:
         whole = document.rendered()
         begin = spans.text.find(whole, at)  # with its name: a short text may also be elsewhere
         begin = (
@@ -158,7 +158,7 @@ def locate(spans: Spans, documents: Sequence[Document]) -> list[Part | None]:
         at = begin + len(document.text)
         pieces = spans.overlap(begin, at)
         first, last = spans.token[pieces[0]], spans.token[pieces[-1]] + 1
-        parts.append(Part(document.name or f"document {number}", first, last))
+        parts.append(Part(document.name or PIPED, first, last))
     return parts
 
 

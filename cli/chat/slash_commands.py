@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from minikv.chat.report import amount
 from minikv.checks import guess
-from minikv.cli.chat import (
-    answer_commands,
-    compare,
-    kept,
-    settings_commands,
-)
+from minikv.cli.chat import answer_commands, compare, kept, settings_commands
 from minikv.cli.chat.slash import Command, Context, Leave
 from minikv.cli.documents import commands as documents
 from minikv.cli.export import page as export
@@ -75,6 +72,8 @@ def names() -> list[str]:
 
 def following(session: ChatSession, words: Sequence[str]) -> list[str]:
     """The completions of the last of `words`; the first word is a command with its slash."""
+    if len(words) == 1:
+        return names()
     first, *before, word = words
     command = _BY_WORD.get(first.removeprefix("/"))
     follows = command.follows if command else ()
@@ -125,20 +124,13 @@ def _exit(context: Context, arguments: list[str]) -> None:
     raise Leave
 
 
-def _reset(context: Context, arguments: list[str]) -> None:
+def _reset(context: Context, arguments: list[str], *, keep: bool = False) -> None:
     was = saved.left(context)
-    context.session.reset()
-    context.terminal.say("new conversation; documents and cache are gone")
-    if was:
-        context.terminal.say(was)
-
-
-def _clear(context: Context, arguments: list[str]) -> None:
-    was = saved.left(context)
-    context.session.reset(keep_documents=True)
+    context.session.reset(keep_documents=keep)
     count = len(context.session.pending)
-    what = "no documents" if not count else f"{count} document{'s' if count > 1 else ''}"
-    context.terminal.say(f"new conversation; {what} will be read with your next question")
+    what = amount(count, "document") if count else "no documents"
+    read = f"{what} will be read with your next question"
+    context.terminal.say(f"new conversation; {read if keep else 'documents and cache are gone'}")
     if was:
         context.terminal.say(was)
 
@@ -166,7 +158,9 @@ COMMANDS = (
     *settings_commands.COMMANDS,
     *saved.COMMANDS,
     *export.COMMANDS,
-    Command(("clear",), "", "new conversation about the same documents", _clear),
+    Command(
+        ("clear",), "", "new conversation about the same documents", partial(_reset, keep=True)
+    ),
     Command(("reset",), "", "new conversation without documents", _reset),
     Command(("exit", "quit", "bye"), "", "leave, as Ctrl-D does", _exit),
 )

@@ -10,14 +10,13 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from tempfile import TemporaryFile
 from time import monotonic
 from typing import IO
 
 from minikv.cli.screen.text import clean
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 TIMEOUT = 120.0
 """The most seconds for one document."""
@@ -28,17 +27,8 @@ Child = Callable[[bytes, Callable[[str], object]], str]
 """Writes the text of a document. Returns "", or why it cannot, as "what: hint"."""
 
 _REFUSED = 3  # exit code of a child that gives the reason
-_TICK = 0.1  # seconds between two checks of the clock and of Ctrl-C
+_TICK = 0.1  # seconds between two checks of the clock
 _TAIL = 4096  # bytes of stderr that are read
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """The result of a command. `code` is negative for a signal; `said` is stderr's last line."""
-
-    code: int
-    data: bytes
-    said: str
 
 
 def extract(
@@ -48,60 +38,28 @@ def extract(
     *,
     limit: int,
     timeout: float = TIMEOUT,
-    stopped: Callable[[], bool] | None = None,
 ) -> str:
     """The text of `data`, "pdf" or "markup", at most `limit` bytes; `shown` names the document in
-    errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or
-    too large; and Interrupted once `stopped()` is true."""
+    errors. Raises UsageError if the child refuses it, or if it is damaged, too slow or too large.
+    After any error, the child and all that it started are killed."""
     # -P: import nothing from the current directory.
     limits = (str(MEMORY), str(int(timeout) + 1))
     arguments = (sys.executable, "-P", "-m", "minikv.cli.documents.parsers", kind, *limits)
-    output = run(arguments, data, told=shown, limit=limit, timeout=timeout, stopped=stopped)
-    if output.code == _REFUSED:
-        what, _, hint = output.said.partition(": ")
-        raise UsageError(f"{shown} {what}", hint)
-    if output.code == -signal.SIGXCPU:  # the limit on processor time
-        raise UsageError(f"{shown} took more than {timeout:.0f} s", "is the file damaged?")
-    if output.code:
-        said = f": {output.said}" if output.said else ""
-        raise UsageError(f"{shown} cannot be read{said}", "is the file damaged?")
-    return output.data.decode("utf-8", "replace")
-
-
-def run(
-    arguments: Sequence[str],
-    data: bytes = b"",
-    *,
-    told: str = "",
-    limit: int,
-    timeout: float,
-    stopped: Callable[[], bool] | None = None,
-) -> Output:
-    """Run a command on `data` as its standard input, within limits of time and output.
-
-    Raises UsageError, which begins with `told`, and Interrupted, after killing the command and all
-    that it started. Does not wait for output of the command's children after the command has ended.
-    """
-    many = f"{told} gave more than {limit >> 20} MiB of text"
-    too_much = UsageError(many, "no supported model can read that much text")
+    too_slow = f"{shown} took more than {timeout:.0f} s"
+    too_much = UsageError(
+        f"{shown} gave more than {limit >> 20} MiB of text",
+        "no supported model can read that much text",
+    )
     with _scratch() as given, _scratch() as out, _scratch() as err:
         given.write(data)
         given.seek(0)
-        try:
-            # In its own process group, so that its children can be killed with it.
-            process = subprocess.Popen(
-                arguments, stdin=given, stdout=out, stderr=err, process_group=0
-            )
-        except OSError as error:
-            raise UsageError(f"{told} cannot be run: {error.strerror}") from None
+        # In its own process group, so that its children can be killed with it.
+        process = subprocess.Popen(arguments, stdin=given, stdout=out, stderr=err, process_group=0)
         end = monotonic() + timeout
         try:
             while process.poll() is None:
-                if stopped is not None and stopped():
-                    raise Interrupted(f"stopped reading {told}", "nothing was added")
                 if monotonic() > end:
-                    what = f"{told} took more than {timeout:.0f} s"
-                    raise UsageError(what, "extract its text with another program")
+                    raise UsageError(too_slow, "extract its text with another program")
                 if os.fstat(out.fileno()).st_size > limit:
                     raise too_much
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -110,15 +68,22 @@ def run(
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        # The command moved the shared positions in the files that both have open.
+        # The child moved the shared positions in the files that both have open.
         printed = os.pread(out.fileno(), limit + 1, 0)
-        if len(printed) > limit:
-            raise too_much
         size = os.fstat(err.fileno()).st_size
         tail = os.pread(err.fileno(), _TAIL, max(0, size - _TAIL))
+    if len(printed) > limit:
+        raise too_much
     lines = clean(tail.decode("utf-8", "replace")).strip().splitlines()
     said = " ".join(lines[-1].split())[:200] if lines else ""
-    return Output(process.returncode, printed, said)
+    if process.returncode == _REFUSED:
+        what, _, hint = said.partition(": ")
+        raise UsageError(f"{shown} {what}", hint)
+    if process.returncode == -signal.SIGXCPU:  # the limit on processor time
+        raise UsageError(too_slow, "is the file damaged?")
+    if process.returncode:
+        raise UsageError(f"{shown} cannot be read{said and f': {said}'}", "is the file damaged?")
+    return printed.decode("utf-8", "replace")
 
 
 def _scratch() -> IO[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -12,16 +11,16 @@ from minikv.chat.report import amount
 from minikv.checks import guess
 from minikv.cli.chat.kept import locate, spell
 from minikv.cli.chat.slash import Command, Context
-from minikv.cli.documents.named import Reader, attach, read
+from minikv.cli.documents.named import attach, read
 from minikv.cli.saved.commands import left
-from minikv.cli.screen.text import cells, cut, padded
-from minikv.errors import UsageError
+from minikv.cli.screen.render import PIPED
+from minikv.cli.screen.text import cut, grid
+from minikv.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.chat.transcript import Document
 
-PIPED = "piped text"
 COUNTED = 1_000_000
 """The most characters of a pending document whose tokens /docs counts: a tokenizer takes about a
 second for them."""
@@ -33,23 +32,21 @@ def _add(context: Context, arguments: list[str]) -> None:
             "/add takes files, directories and patterns", "/add report.txt, /add notes, /add *.md"
         )
     session, terminal = context.session, context.terminal
-    stop = threading.Event()
-    reader = Reader(stop.is_set, lambda path: terminal.status(f"reading {path}"))
-    try:
-        # All are read before any is attached, so that a bad name adds nothing.
-        with context.interrupts.stopping(stop.set):
-            texts, notes = read(arguments, reader)
-    finally:
-        terminal.clear_status()
+
+    def stop() -> None:
+        raise Interrupted("stopped reading the documents", "nothing was added")
+
+    # All are read before any is attached, so that a bad name or Ctrl-C adds nothing.
+    with context.interrupts.stopping(stop):
+        texts, notes = read(arguments, terminal)
     for note in notes:
         terminal.say(note)
     texts = attach(session, texts, terminal)
     if notes:
         characters = sum(len(text.text) for text in texts)
         terminal.say(
-            f"{amount(len(texts), 'document')}: {amount(characters, 'character')}, read with "
-            "your next "
-            "question; /docs lists them"
+            f"{amount(len(texts), 'document')}: {amount(characters, 'character')}, read with your "
+            "next question; /docs lists them"
         )
         return
     for text in texts:
@@ -67,7 +64,9 @@ def _docs(context: Context, arguments: list[str]) -> None:
         size = amount(len(document.text), "character")
         tokens = "" if count is None else f" · {amount(count, 'token')}"
         state = "read" if n <= len(session.documents) else "read with your next question"
-        rows.append(f"{n:>{len(str(len(listed)))}}  {_name(document)} · {size}{tokens} · {state}")
+        rows.append(
+            f"{n:>{len(str(len(listed)))}}  {document.name or PIPED} · {size}{tokens} · {state}"
+        )
     terminal.say("\n".join(rows))
 
 
@@ -97,10 +96,10 @@ def _drop(context: Context, arguments: list[str]) -> None:
     if len(arguments) != 1:
         raise UsageError("/drop takes a number from /docs, or a name", "/drop 2, /drop report.txt")
     at = _find(listed, arguments[0])
-    document, read = listed[at], len(session.documents)
+    name, read = listed[at].name or PIPED, len(session.documents)
     if at >= read:
         del session.pending[at - read]
-        terminal.say(f"{_name(document)} is dropped; it had not been read")
+        terminal.say(f"{name} is dropped; it had not been read")
         return
     was = left(context)
     session.reset(keep_documents=True)
@@ -111,7 +110,7 @@ def _drop(context: Context, arguments: list[str]) -> None:
         others = f"the other {rest:,} documents" if rest > 1 else "the other document"
     again = ", read again with your next question" if rest else ""
     terminal.say(
-        f"{_name(document)} had been read, and cannot be taken out of the cache: new conversation "
+        f"{name} had been read, and cannot be taken out of the cache: new conversation "
         f"with {others}{again}"
     )
     if was:
@@ -123,7 +122,7 @@ def _find(listed: list[Document], wanted: str) -> int:
     UsageError."""
     if wanted.isdecimal() and 1 <= int(wanted[:9]) <= len(listed):
         return int(wanted) - 1
-    names = [_name(document) for document in listed]
+    names = [document.name or PIPED for document in listed]
     if wanted in names:
         return names.index(wanted)
     near = guess(wanted, names)
@@ -135,25 +134,17 @@ def _all(session: ChatSession) -> list[Document]:
     return [*session.documents, *session.pending]
 
 
-def _name(document: Document) -> str:
-    return document.name or PIPED
-
-
 def _after_drop(session: ChatSession, before: Sequence[str], word: str) -> Iterable[str]:
-    return () if before else (_name(document) for document in _all(session))
+    return () if before else (document.name or PIPED for document in _all(session))
 
 
 def _tokens(context: Context, arguments: list[str]) -> None:
     session = context.session
-    rows = usage(session)
-    share = 100.0 / session.max_context
-    wide = max(cells(name) for name, _, _ in rows)
     lines = [
-        f"{padded(name, wide)}  {count:>9,}  {share * count:>5.1f}%  {frees}".rstrip()
-        for name, count, frees in rows
+        (name, f"{count:,}", f"{count / session.max_context:.1%}", frees)
+        for name, count, frees in usage(session)
     ]
-    for line in lines:
-        context.terminal.say(line)
+    context.terminal.say(grid(lines, "<>><"))
     context.terminal.say(
         f"{len(session.fed or session.known):,} tokens read of {session.max_context:,} positions; "
         "eviction frees memory, not positions"
@@ -174,7 +165,7 @@ def usage(session: ChatSession) -> list[tuple[str, int, str]]:
     fed, turns = len(session.fed or session.known), session.turns
     read = len(session.documents) if fed else 0
     documents = [
-        (cut(_name(document), 28), count or 0, f"/drop {n}")
+        (cut(document.name or PIPED, 28), count or 0, f"/drop {n}")
         for n, (document, count) in enumerate(zip(_all(session), counted(session), strict=True), 1)
     ]
     owed = int(session.pending_token is not None)

@@ -37,7 +37,7 @@ from minikv.cli.documents.text import (
 )
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
@@ -64,32 +64,23 @@ def read_stdin(terminal: Terminal) -> bytes:
     return stream.read(MAX_BYTES + 1)
 
 
-class PipedLines:
-    """Each call returns the next line of standard input, without its end, as soon as it arrives;
-    the encoding is detected as for a document. Raises EOFError at the end, and UsageError if the
-    first line is not text, or the last one ends within a character of UTF-16 or UTF-32."""
-
-    def __init__(self) -> None:
-        self._lines: io.TextIOWrapper | None = None
-
-    def __call__(self) -> str:
-        if self._lines is None:
-            given: Any = sys.stdin.buffer
-            stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
-            start = stream.peek(1)
-            refuse_binary(start, STDIN)
-            encoding = encoding_of(start)
-            # Invalid bytes become lone surrogates, which the session refuses by name.
-            errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
-            self._lines = io.TextIOWrapper(stream, encoding, errors)
-        try:
-            line = self._lines.readline()
-        except UnicodeDecodeError as error:
-            what = f"{STDIN} is not valid {error.encoding.upper()}"
-            raise UsageError(what, "it ends within a character: is it cut short?") from None
-        if not line:
-            raise EOFError
-        return line.removesuffix("\n")
+def piped_lines() -> Iterator[str]:
+    """The lines of standard input, without their ends, each as soon as it arrives; the encoding is
+    detected as for a document. Raises UsageError if the first line is not text, or the last one
+    ends within a character of UTF-16 or UTF-32."""
+    given: Any = sys.stdin.buffer
+    stream = given if isinstance(given, io.BufferedReader) else io.BufferedReader(given)
+    start = stream.peek(1)
+    refuse_binary(start, STDIN)
+    encoding = encoding_of(start)
+    # Invalid bytes become lone surrogates, which the session refuses by name.
+    errors = "surrogateescape" if encoding == "utf-8-sig" else "surrogatepass"
+    try:
+        for line in io.TextIOWrapper(stream, encoding, errors):
+            yield line.removesuffix("\n")
+    except UnicodeDecodeError as error:
+        what = f"{STDIN} is not valid {error.encoding.upper()}"
+        raise UsageError(what, "it ends within a character: is it cut short?") from None
 
 
 def piped_document(terminal: Terminal) -> bytes:
@@ -130,57 +121,48 @@ _MAGIC = re.compile(r"[*?\[]")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Reads documents until `stopped()` is true. `reading` is called with each file before it is
-    read."""
-
-    stopped: Callable[[], bool] | None = None
-    reading: Callable[[str], None] = lambda path: None
-
-    def file(self, path: str) -> Text:
-        """One file or pipe. Errors as in `read_file`."""
-        self.reading(path)
-        return read_file(path, stopped=self.stopped)
-
-
 def read(
-    names: Sequence[str], reader: Reader, stdin: Callable[[], bytes] | None = None
+    names: Sequence[str], terminal: Terminal, stdin: Callable[[], bytes] | None = None
 ) -> tuple[list[Text], list[str]]:
     """All documents that `names` mean, in this order, and lines about the files that directories
-    and patterns mean and leave out. "-" means the result of `stdin`, if given.
-
-    Raises UsageError for a name that means nothing, and Interrupted; then no documents are
-    returned.
-    """
+    and patterns mean and leave out. "-" means the result of `stdin`, if given. The live line names
+    the file that is being read. Raises UsageError for a name that means nothing."""
     texts: list[Text] = []
     notes: list[str] = []
-    for name in names:
-        if name == "-" and stdin is not None:
-            texts.append(read_bytes(stdin(), STDIN))
-            continue
-        path = os.path.expanduser(name)
-        if os.path.isdir(path):
-            found, said = _several(name, _below(path, name), reader)
-        elif _ADDRESS.match(path) and not os.path.lexists(path):
-            raise _no_download(name)
-        elif _MAGIC.search(path) and not os.path.lexists(path):
-            found, said = _several(name, _matching(path, name), reader)
-        else:
-            found, said = [reader.file(path)], []
-        texts += found
-        notes += said
+    try:
+        for name in names:
+            path, said = os.path.expanduser(name), list[str]()
+            if name == "-" and stdin is not None:
+                found = [read_bytes(stdin(), STDIN)]
+            elif os.path.isdir(path):
+                found, said = _several(name, _below(path, name), terminal)
+            elif _ADDRESS.match(path) and not os.path.lexists(path):
+                address, typed = clean(name), shlex.quote(clean(name))
+                raise UsageError(
+                    f"{address} is an address, and minikv downloads no documents",
+                    f'curl -sL {typed} | minikv ask "QUESTION", or save it to a file: '
+                    f"curl -sLo FILE {typed}",
+                )
+            elif _MAGIC.search(path) and not os.path.lexists(path):
+                found, said = _several(name, _matching(path, name), terminal)
+            else:
+                found = [_read(path, terminal)]
+            texts += found
+            notes += said
+    finally:
+        terminal.clear_status()
     return texts, notes
+
+
+def _read(path: str, terminal: Terminal) -> Text:
+    terminal.status(f"reading {path}")
+    return read_file(path)
 
 
 def opened(names: Sequence[str], terminal: Terminal, stdin: Callable[[], bytes]) -> list[Text]:
     """The documents that a command was started with. Notes about them are shown. Errors as in
     `read`."""
-    reader = Reader(reading=lambda path: terminal.status(f"reading {path}"))
-    try:
-        texts, notes = read(names, reader, stdin)
-    finally:
-        terminal.clear_status()
+    texts, notes = read(names, terminal, stdin)
     for note in notes:
         terminal.note(note)
     return texts
@@ -214,14 +196,6 @@ def _key(text: Text | Document) -> tuple[str | None, str]:
     return text.source.path if text.source is not None else None, text.text
 
 
-def _no_download(address: str) -> UsageError:
-    shown = shlex.quote(clean(address))
-    return UsageError(
-        f"{clean(address)} is an address, and minikv downloads no documents",
-        f'curl -sL {shown} | minikv ask "QUESTION", or save it to a file: curl -sLo FILE {shown}',
-    )
-
-
 # -- directories and patterns ---------------------------------------------------------------
 
 
@@ -235,7 +209,9 @@ class _Entry:
     hidden: bool = False
 
 
-def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[list[Text], list[str]]:
+def _several(
+    named: str, entries: Iterator[_Entry], terminal: Terminal
+) -> tuple[list[Text], list[str]]:
     """The documents among `entries`, and notes. Raises UsageError if there is none."""
     shown = clean(named)
     texts: list[Text] = []
@@ -243,14 +219,12 @@ def _several(named: str, entries: Iterator[_Entry], reader: Reader) -> tuple[lis
     unreadable = ""
     size = 0
     for entry in sorted(entries, key=lambda entry: entry.name.split(os.sep)):
-        if reader.stopped is not None and reader.stopped():
-            raise Interrupted(f"stopped reading {shown}", "nothing was added")
         why = "hidden" if entry.hidden else _unsuited(entry.path)
         if not why:
             if len(texts) == MAX_FILES:
                 raise _too_many(shown, f"more than {MAX_FILES:,} files")
             try:
-                text = reader.file(entry.path)
+                text = _read(entry.path, terminal)
             except UsageError as error:
                 why = "unreadable"
                 unreadable = unreadable or f"{error}; {error.hint}".removesuffix("; ")

@@ -66,15 +66,14 @@ def read_pdf(
     *,
     limit: int,
     timeout: float = TIMEOUT,
-    stopped: Callable[[], bool] | None = None,
 ) -> Pdf:
     """The text of the PDF in `data`; `shown` names it in errors.
 
     At most `limit` bytes of text. Raises UsageError: no reader installed, encrypted, damaged,
-    without pages or text, too slow, too large; Interrupted once `stopped()` is true.
+    without pages or text, too slow, too large.
     """
     data = data.lstrip(_BLANK)  # its offsets count from its mark
-    text = extract("pdf", data, shown, limit=limit, timeout=timeout, stopped=stopped)
+    text = extract("pdf", data, shown, limit=limit, timeout=timeout)
     return _judge(text, shown)
 
 

@@ -11,7 +11,7 @@ import hashlib
 import os
 import select
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from minikv.chat.transcript import Source
 from minikv.cli.documents.child import extract
 from minikv.cli.documents.parsers import ZIP, as_utf8, is_html, is_pdf, is_word, read_pdf
+from minikv.cli.paths import opened
 from minikv.cli.screen.text import clean
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import UsageError
 
 if TYPE_CHECKING:
     from minikv.chat.transcript import Document
@@ -31,12 +32,8 @@ def source_of(path: str) -> Source | None:
     if os.path.abspath(path).startswith(("/dev/", "/proc/")):
         return None  # a stream, whose name means something else in the next process
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-        with open(handle, "rb") as file:
-            facts = os.fstat(handle)
-            if not stat.S_ISREG(facts.st_mode):
-                return None
+        with opened(path, links=True) as file:
+            facts = os.fstat(file.fileno())
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except (OSError, ValueError):
         return None
@@ -94,7 +91,6 @@ SAMPLE = 1 << 16
 """Bytes at the beginning that distinguish text from binary data."""
 
 _HTML = (".html", ".htm", ".xhtml")
-_TICK = 100  # milliseconds between two checks of Ctrl-C
 _NAMELESS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")
 
 
@@ -110,12 +106,11 @@ class Text:
     source: Source | None = None
 
 
-def read_file(path: str, *, stopped: Callable[[], bool] | None = None) -> Text:
-    """The text of a regular file or a pipe: plain, a PDF, a Word file or HTML. The parser is killed
-    once `stopped()` is true. Raises UsageError with the reason and what to do, and Interrupted.
-    """
+def read_file(path: str) -> Text:
+    """The text of a regular file or a pipe: plain, a PDF, a Word file or HTML. Raises UsageError
+    with the reason and what to do."""
     shown = clean(path) or "''"
-    found = read_bytes(_content(path, shown, stopped), shown, stopped=stopped)
+    found = read_bytes(_content(path, shown), shown)
     # The name becomes part of the prompt: one line, no control characters.
     name = None if path.startswith(_NAMELESS) else one_line(Path(path).name)
     return replace(found, name=name, source=source_of(path))
@@ -126,13 +121,13 @@ def one_line(name: str) -> str | None:
     return " ".join(clean(name).split()) or None
 
 
-def read_bytes(data: bytes, shown: str, *, stopped: Callable[[], bool] | None = None) -> Text:
+def read_bytes(data: bytes, shown: str) -> Text:
     """A nameless document from bytes. Errors as in `read_file`; `shown` names it in them, and its
     ending distinguishes HTML and Word files from text."""
     if len(data) > MAX_BYTES:
         raise too_large(shown)
     if is_pdf(data):
-        pdf = read_pdf(data, shown, limit=MAX_BYTES, stopped=stopped)
+        pdf = read_pdf(data, shown, limit=MAX_BYTES)
         note = f"{shown}: {pdf.facts}; {pdf.gaps}" if pdf.gaps else ""
         return Text(pdf.text, None, note, pdf.facts)
     ending, kind = Path(shown).suffix.lower(), ""
@@ -147,15 +142,15 @@ def read_bytes(data: bytes, shown: str, *, stopped: Callable[[], bool] | None = 
         text = decode(data, shown)
         data = text.encode("utf-8", "replace")
     if kind:
-        text = extract("markup", data, shown, limit=MAX_BYTES, stopped=stopped).strip()
+        text = extract("markup", data, shown, limit=MAX_BYTES).strip()
         if not text:
             raise UsageError(f"{shown} has no text", "nothing was added")
     return Text(text, None, facts=f"{len(text):,} characters{kind and f' from {kind}'}")
 
 
-def _content(path: str, shown: str, stopped: Callable[[], bool] | None) -> bytes:
-    """The content of a regular file or a pipe, at most one byte over the limit. Raises UsageError,
-    Interrupted."""
+def _content(path: str, shown: str) -> bytes:
+    """The content of a regular file or a pipe, at most one byte over the limit. Raises
+    UsageError."""
     try:
         # Without O_NONBLOCK, opening a named pipe would wait forever for a writer.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -169,7 +164,7 @@ def _content(path: str, shown: str, stopped: Callable[[], bool] | None) -> bytes
         if stat.S_ISDIR(facts.st_mode):
             raise UsageError(f"{shown} is a directory", "name a file")
         if stat.S_ISFIFO(facts.st_mode):
-            return _drained(handle, shown, stopped)
+            return _drained(handle)
         if not stat.S_ISREG(facts.st_mode):
             raise UsageError(f"{shown} is not a regular file", "pipe it: minikv ask QUESTION < ...")
         if facts.st_size > MAX_BYTES:
@@ -182,15 +177,12 @@ def _content(path: str, shown: str, stopped: Callable[[], bool] | None) -> bytes
         os.close(handle)
 
 
-def _drained(handle: int, shown: str, stopped: Callable[[], bool] | None) -> bytes:
+def _drained(handle: int) -> bytes:
     """The content of a pipe until its last writer closes it. Waits for a first writer."""
     poll, data = select.poll(), bytearray()
     poll.register(handle, select.POLLIN)
     while len(data) <= MAX_BYTES:
-        if stopped is not None and stopped():
-            raise Interrupted(f"stopped reading {shown}", "nothing was added")
-        if not poll.poll(_TICK):
-            continue
+        poll.poll()
         try:
             piece = os.read(handle, SAMPLE)
         except BlockingIOError:

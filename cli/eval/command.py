@@ -381,7 +381,7 @@ def _measure(runs: Sequence[Run], results: Results) -> None:
         for run in runs:
             if run.items:
                 run.measure(lambda done, total, run=run: results.progress(run.name, done, total))  # type: ignore[misc]
-                results.show(table(run.cells()))
+                results.show(table(run.cells(), results.terminal.columns))
             if line := run.left_out():
                 results.terminal.say(line)
             shown += 1
@@ -390,7 +390,7 @@ def _measure(runs: Sequence[Run], results: Results) -> None:
             done = {run.name: f"{run.completed:,} of {len(run.items):,}" for run in runs}
             results.record["facts"]["stopped_after"] = done
             if cells := runs[shown].cells():
-                results.show(table(cells))
+                results.show(table(cells, results.terminal.columns))
             counts = "; ".join(f"{name}: {count}" for name, count in done.items())
             results.terminal.say(f"stopped; documents measured: {counts}")
         if any(run.completed for run in runs):

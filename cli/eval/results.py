@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -18,7 +19,7 @@ Rows = Sequence[Sequence[float]]
 Bounds = tuple[float, float] | tuple[None, None]
 """Low and high; None with fewer than two documents, or without numbers."""
 Against = tuple[float, float | None, float | None]
-"""A mean difference, and the ends of its interval."""
+"""A mean or a mean difference, and the ends of its interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,20 +275,24 @@ def _student(rows: Rows) -> float:
 _UNIT = {"ppl": "perplexity", "agree": "same as full", "kl": "KL"}
 _HALF = 0.5  # of the questions: if the full cache answers fewer, a comparison means nothing
 Column = tuple[str, Callable[[Cell], str]]
+"""A heading, and the text of a cell below it."""
 
 
-def table(cells: Sequence[Cell]) -> str:
-    """One block per task, the full cache's row first; scores by group below it."""
+def table(cells: Sequence[Cell], width: int = 0) -> str:
+    """One block per task, the full cache's row first; scores by group below it. width: that of the
+    terminal, if it has one."""
     blocks = []
     for title in dict.fromkeys(cell.title for cell in cells):
         mine = [cell for cell in cells if cell.title == title]
-        blocks.append("\n".join([title, _grid(mine, _figures(mine)), *_remarks(mine)]))
-        if any(cell.by_group for cell in mine):
-            blocks.append(_grid(mine, _groups(mine)))
+        blocks.append("\n".join([title, _grid(mine, _figures(mine), width), *_remarks(mine)]))
+        groups = dict.fromkeys(name for cell in mine for name, _, _ in cell.by_group)
+        if groups:
+            columns = [(name, partial(_of_group, name)) for name in groups]
+            blocks.append(_grid(mine, columns, width))
     return "\n\n".join(blocks)
 
 
-def _grid(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
+def _grid(cells: Sequence[Cell], columns: Sequence[Column], width: int) -> str:
     """A line for each cell: its name, and the columns."""
     lead: list[Column] = [
         ("policy", lambda c: c.policy + (f" /{c.stride}" if c.stride else "")),
@@ -298,7 +303,7 @@ def _grid(cells: Sequence[Cell], columns: Sequence[Column]) -> str:
         lead.append(("reuse", lambda c: c.reuse if c.evicts else "-"))
     every = [*lead, *columns]
     lines = [[head for head, _ in every], *([get(c) for _, get in every] for c in cells)]
-    return text.grid(lines, "<" * len(lead) + ">" * len(columns))
+    return text.grid(lines, "<" * len(lead) + ">" * len(columns), width, len(lead))
 
 
 def _figures(cells: Sequence[Cell]) -> list[Column]:
@@ -307,59 +312,40 @@ def _figures(cells: Sequence[Cell]) -> list[Column]:
     task = cells[0].task
     nats = "nats" if task == "ppl" else task
     columns: list[Column] = [
-        (_UNIT.get(task, "score"), lambda c: _figure(task, c.score)),
-        ("95 %", lambda c: _interval(task, c.low, c.high)),
+        (f"{_UNIT.get(task, 'score')} (95 %)", lambda c: _figure(task, (c.score, c.low, c.high))),
+        ("n", lambda c: str(c.n)),
+        ("held", lambda c: f"{c.held:.1%}"),
     ]
     if any(c.against for c in cells):
-        columns += [
-            (
-                "nats above full" if task == "ppl" else "against full",
-                lambda c: _figure(nats, c.against[0], "+") if c.against and c.evicts else "-",
-            ),
-            (
-                "95 %",
-                lambda c: _interval(nats, *c.against[1:], "+") if c.against and c.evicts else "-",
-            ),
-        ]
-    columns += [("n", lambda c: str(c.n)), ("held", lambda c: f"{c.held:.1%}")]
+        head = "nats above full (95 %)" if task == "ppl" else "against full (95 %)"
+        columns.append(
+            (head, lambda c: _figure(nats, c.against, "+") if c.against and c.evicts else "-")
+        )
     if any(c.until is not None for c in cells):
         head = "tokens before difference"
         columns.append((head, lambda c: "-" if c.until is None else f"{c.until:.1f}"))
     return columns
 
 
-def _groups(cells: Sequence[Cell]) -> list[Column]:
-    """A column for each group, by the heading of its name."""
-
-    def column(name: str) -> Column:
-        def get(c: Cell) -> str:
-            return next(
-                (f"{100 * score:.1f}%" for other, score, _ in c.by_group if other == name), "-"
-            )
-
-        return name, get
-
-    return [column(name) for name in dict.fromkeys(g[0] for c in cells for g in c.by_group)]
+def _of_group(name: str, cell: Cell) -> str:
+    return next((f"{score:.1%}" for other, score, _ in cell.by_group if other == name), "-")
 
 
 def _remarks(cells: Sequence[Cell]) -> Iterator[str]:
     """Remarks for comparing the figures."""
     first = cells[0]
     if first.task in ANSWERED and first.score < _HALF:
-        share = _figure(first.task, first.score)
+        share = f"{first.score:.1%}"
         yield f"The full cache itself has {share}: the comparison means nothing with this model."
     if first.task == "kl":
         yield "KL is in nats a token, from the full cache."
 
 
-def _interval(task: str, low: float | None, high: float | None, sign: str = "") -> str:
-    if low is None or high is None:
-        return "-"
-    return f"{_figure(task, low, sign)} to {_figure(task, high, sign)}"
-
-
-def _figure(task: str, value: float, sign: str = "") -> str:
+def _figure(task: str, found: Against, sign: str = "") -> str:
+    """A figure, and the ends of its interval if it has one."""
     # z: no -0.0 after rounding
-    if task in ("ppl", "nats", "kl"):
-        return f"{value:{sign}z.{4 if task == 'kl' else 3}f}"
-    return f"{100 * value:{sign}z.1f}%"
+    form = (
+        f"{sign}z.{4 if task == 'kl' else 3}f" if task in ("ppl", "nats", "kl") else f"{sign}z.1%"
+    )
+    value, *ends = (None if x is None else format(x, form) for x in found)
+    return f"{value} ({ends[0]} to {ends[1]})" if ends[0] else str(value)

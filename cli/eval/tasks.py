@@ -54,9 +54,8 @@ TOLD = Manner(" Answer with the value alone.", contains_words, 48, 1)
 def manner(model: str | None) -> Manner:
     """The manner for this value of --model. None and the folder of the bundled model mean the
     bundled model."""
-    if model is None:
-        return TRAINED
-    return TRAINED if Path(model).expanduser().resolve() == BUNDLED.resolve() else TOLD
+    bundled = model is None or Path(model).expanduser().resolve() == BUNDLED.resolve()
+    return TRAINED if bundled else TOLD
 
 
 def asking(text: str, facts: Sequence[Fact], rng: random.Random, how: Manner, **more: Any) -> Item:

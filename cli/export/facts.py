@@ -32,11 +32,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import minikv
 from minikv.cli.chat.kept import Spans, held, spell
-from minikv.cli.screen.render import budget_words, pair_words
+from minikv.cli.screen.render import PIPED
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,37 +45,8 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
     from minikv.chat.transcript import Turn
 
+_OF_MODEL = ("revision", "dtype", "device", "kernels", "weight_bytes")
 _PATH = re.compile(r"(?<![\w/:.])(?:~|/[^\s/'\"`(),;:]+)(?:/[^\s/'\"`(),;:]+)*/([^\s/'\"`(),;:]+)")
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model that answered, and the device it ran on."""
-
-    name: str
-    revision: str
-    dtype: str
-    device: str
-    kernels: str
-    weight_bytes: int
-    layers: int
-    kv_heads: int
-    max_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The eviction settings. budget: its unit and value, both None if there is none."""
-
-    name: str
-    decode: str
-    options: Mapping[str, object]
-    budget: Mapping[str, object]
-
-    @property
-    def words(self) -> str:
-        """ "global-span, then h2o, budget 512 tokens per head"."""
-        return f"{pair_words(self.name, self.decode)}, {budget_words(self.budget)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +61,12 @@ class Section:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChatFacts:
-    """All that an export shows. text, sections: as in `tokens` of the JSON. held: bool [L, H, T].
-    curve: (tokens seen, bytes held, bytes of a full cache)."""
+    """All that an export shows. model, policy: as in the JSON, and text, sections as in its
+    `tokens`. held: bool [L, H, T]. curve: (tokens seen, bytes held, bytes of a full cache)."""
 
     made: str
-    model: Model
-    policy: Policy
+    model: Mapping[str, Any]
+    policy: Mapping[str, Any]
     system: str
     turns: tuple[Turn, ...]
     text: tuple[str | None, ...]
@@ -107,18 +78,6 @@ class ChatFacts:
     def last(self) -> TurnReport:
         """The newest turn record."""
         return self.turns[-1].report
-
-    def attached(self) -> list[list[tuple[str, int]]]:
-        """Name and number of characters of each document of each turn. A document without a name
-        gets a number."""
-        numbers = iter(range(1, 1 + sum(len(turn.documents) for turn in self.turns)))
-        return [
-            [
-                (document.name or f"document {number}", len(document.text))
-                for document, number in zip(turn.documents, numbers, strict=False)
-            ]
-            for turn in self.turns
-        ]
 
     def to_dict(self) -> dict[str, object]:
         """The JSON object that is documented above."""
@@ -144,8 +103,8 @@ class ChatFacts:
             "version": 1,
             "minikv": minikv.__version__,
             "made": self.made,
-            "model": asdict(self.model),
-            "policy": asdict(self.policy),
+            "model": self.model,
+            "policy": self.policy,
             "system": self.system,
             "documents": documents,
             "turns": turns,
@@ -163,20 +122,19 @@ def gather(session: ChatSession) -> ChatFacts:
     spans = spell(session.tokenizer, session.fed)
     return ChatFacts(
         made=datetime.now(UTC).isoformat(timespec="seconds"),
-        model=Model(
-            name=_without_folder(facts.model),
-            revision=facts.revision,
-            dtype=facts.dtype,
-            device=facts.device,
-            kernels=facts.kernels,
-            weight_bytes=facts.weight_bytes,
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            max_context=session.max_context,
-        ),
-        policy=Policy(
-            eviction.policy, eviction.decode, eviction.options_record(), eviction.budget_record()
-        ),
+        model={
+            "name": _without_folder(facts.model),
+            **{name: getattr(facts, name) for name in _OF_MODEL},
+            "layers": shape.layers,
+            "kv_heads": shape.kv_heads,
+            "max_context": session.max_context,
+        },
+        policy={
+            "name": eviction.policy,
+            "decode": eviction.decode,
+            "options": eviction.options_record(),
+            "budget": eviction.budget_record(),
+        },
         system=session.system,
         turns=tuple(map(_without_paths, session.turns)),
         text=_pieces(spans, len(session.fed)),
@@ -230,7 +188,7 @@ def _sections(spans: Spans, turns: Sequence[Turn], *, forgets: bool = False) -> 
         """Where the text of the tokens from position `token` on begins."""
         return (*spans.start, len(text))[bisect_left(spans.token, token)]
 
-    count = before = 0
+    before = 0
     for number, turn in enumerate(turns, 1):
         # Search the end of the prompt of this turn: a short text may also occur elsewhere.
         spent = turn.report.tokens
@@ -241,9 +199,8 @@ def _sections(spans: Spans, turns: Sequence[Turn], *, forgets: bool = False) -> 
             at = len(text)  # the message was not found, so nothing is marked
         at -= len(message) - len(message.lstrip())
         for document in turn.documents:
-            count += 1
             shown = document.rendered()
-            name = document.name or f"document {count}"
+            name = document.name or PIPED
             mark("document", name, document.text, at + shown.rfind(document.text))
             at += len(shown)
         mark("question", f"question {number}", turn.question, at)

@@ -19,7 +19,7 @@ from minikv.chat.report import amount, percent_saved, size, thought_for
 from minikv.cli.chat.slash import Command, Context
 from minikv.cli.export.facts import ChatFacts, gather
 from minikv.cli.paths import write
-from minikv.cli.screen.render import figures, percent
+from minikv.cli.screen.render import PIPED, budget_words, figures, pair_words, percent
 from minikv.cli.screen.text import clean
 from minikv.cli.settings.config import worded
 from minikv.errors import UsageError
@@ -131,11 +131,13 @@ def render(facts: ChatFacts) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return environment.from_string(page).render(
         facts=facts,
+        piped=PIPED,
         version=minikv.__version__,
         style=style,
         allowed=f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; "
         "form-action 'none'",
         cards=_cards(facts),
+        policy=_policy_words(facts),
         machine=_machine(facts),
         curve=_curve(facts),
         **_text(facts),
@@ -184,19 +186,25 @@ def _machine(facts: ChatFacts) -> Sequence[tuple[str, str]]:
     model = facts.model
     options = [
         f"{name}={value}"
-        for name, value in facts.policy.options.items()
+        for name, value in facts.policy["options"].items()
         if isinstance(value, str | int | float)
     ]
     return [
-        ("Model", model.name),
-        ("Revision", model.revision or "none"),
-        ("Weights", f"{size(model.weight_bytes)}, {model.dtype}"),
-        ("Shape", f"{model.layers} layers × {model.kv_heads} KV heads"),
-        ("Context", f"{model.max_context:,} tokens"),
-        ("Ran on", f"{model.device}, {model.kernels} kernels"),
-        ("Policy", facts.policy.words),
+        ("Model", model["name"]),
+        ("Revision", model["revision"] or "none"),
+        ("Weights", f"{size(model['weight_bytes'])}, {model['dtype']}"),
+        ("Shape", f"{model['layers']} layers × {model['kv_heads']} KV heads"),
+        ("Context", f"{model['max_context']:,} tokens"),
+        ("Ran on", f"{model['device']}, {model['kernels']} kernels"),
+        ("Policy", _policy_words(facts)),
         ("Options", ", ".join(options) or "none"),
     ]
+
+
+def _policy_words(facts: ChatFacts) -> str:
+    """ "global-span, then h2o, budget 512 tokens per head"."""
+    policy = facts.policy
+    return f"{pair_words(policy['name'], policy['decode'])}, {budget_words(policy['budget'])}"
 
 
 def _curve(facts: ChatFacts) -> Sequence[tuple[str, str, str, str, float, float]]:

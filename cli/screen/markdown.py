@@ -55,6 +55,7 @@ class Answer:
 
     def __init__(self, size: Callable[[], tuple[int, int]], *, colour: bool) -> None:
         self._size = size
+        self._colour = colour
         self._formatter = _Formatter(colour=colour)
         self._window = size()
         self._rows = Rows(self._window[0] - 1)  # the rows of the current line or table
@@ -141,7 +142,7 @@ class Answer:
         self._in_list = self._in_list or bool(_ITEM.match(bare))
         if opened := _FENCE.match(bare):
             self._fence, language = [group for group in opened.groups() if group is not None]
-            self._code = self._formatter.code(language)
+            self._code = code_in(language) if self._colour else None
             return self._again(f"\x1b[2m{line}\x1b[0m")
         return self._again(self._formatter.line(line, self._rows.width))
 
@@ -242,13 +243,6 @@ class _Formatter:
         self._parser.core.ruler.disable(["text_join"])  # it loses which signs had a \
         self._console = Console(width=80)  # rich needs one for its defaults; it prints nothing
         self._colour = colour
-
-    def code(self, language: str) -> Code | None:
-        """The code of a block in this language, if the terminal has colours and pygments knows
-        it."""
-        if not self._colour or not language.strip():
-            return None
-        return code_in(language)
 
     def styled(self, line: Text) -> str:
         """A line with its styles."""
@@ -400,10 +394,12 @@ backgrounds."""
 def code_in(language: str) -> Code | None:
     """The code of a block with this language after its opening marks; None if the language is not
     known, or plain text."""
+    words = language.strip().strip("{}").lstrip(".").split()
+    if not words:
+        return None
     from rich.syntax import ANSISyntaxTheme, Syntax  # with pygments
 
-    words = language.strip().strip("{}").lstrip(".").split()
-    lexer = Syntax("", words[0].rstrip(",;:").lower(), tab_size=TAB).lexer if words else None
+    lexer = Syntax("", words[0].rstrip(",;:").lower(), tab_size=TAB).lexer
     if lexer is None or "text" in lexer.aliases:
         return None
     looks = {

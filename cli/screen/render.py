@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from minikv.chat.session import ChatSession
 
 
+PIPED = "piped text"
+"""The name that is shown of a document without one."""
+
+
 def level(share: float, most: int) -> int:
     """A step from 0 to `most` for a share from 0 to 1, rounded up, so that only 0 gives 0."""
     if share <= 0:
@@ -47,7 +51,7 @@ _READ = {
 
 def stats(report: TurnReport) -> str:
     """The figures of a turn as text, one topic per line."""
-    return _columns(figures(report))
+    return grid(figures(report), "<<")
 
 
 def figures(report: TurnReport) -> list[tuple[str, str]]:
@@ -147,12 +151,12 @@ def header(session: ChatSession, version: str, max_tokens: int) -> str:
     if len(waiting) > _LISTED:
         characters = sum(len(document.text) for document in waiting)
         rows.append(("documents", f"{len(waiting):,} · {characters:,} characters · /docs"))
-        return _columns(rows)
+        return grid(rows, "<<")
     rows += [
-        ("document", f"{document.name or 'piped text'} · {len(document.text):,} characters")
+        ("document", f"{document.name or PIPED} · {len(document.text):,} characters")
         for document in waiting
     ]
-    return _columns(rows)
+    return grid(rows, "<<")
 
 
 def policy_line(session: ChatSession) -> str:
@@ -216,7 +220,3 @@ def budget_words(budget: Mapping[str, object]) -> str:
 def per_second(value: float | None) -> str:
     """ " (41.7 tok/s)", or "" if it was not measured."""
     return "" if value is None else f" ({value:,.1f} tok/s)"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    return grid(rows, "<" * len(rows[0]))

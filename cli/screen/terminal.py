@@ -78,6 +78,11 @@ class Terminal:
         width, rows = window(self.err)
         return Screen(width, self.colour, rows if _is_tty(self.err) else 0)
 
+    @property
+    def columns(self) -> int:
+        """The columns of stdout; 0 if it is not a terminal."""
+        return window(self.out)[0] if _is_tty(self.out) else 0
+
     def open_keyboard(self) -> None:
         """Until `close`, keep keys that are typed while no prompt is shown, and do not show them. A
         plain terminal does that itself."""

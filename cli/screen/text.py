@@ -130,10 +130,25 @@ def clipped(text: str, width: int) -> str:
     return cut(" ".join(shown(text).split()), width)
 
 
-def grid(lines: Sequence[Sequence[str]], sides: Sequence[str]) -> str:
-    """Columns of equal width with two spaces between them; `sides`: < left, > right."""
+def grid(
+    lines: Sequence[Sequence[str]], sides: Sequence[str], width: int = 0, lead: int = 1
+) -> str:
+    """Columns of equal width with two spaces between them; `sides`: < left, > right. Columns that
+    do not fit in `width`, if it is given, are in a further table below, after the first `lead`."""
     widths = [max(cells(line[i]) for line in lines) for i in range(len(sides))]
-    return "\n".join("  ".join(map(padded, line, widths, sides)).rstrip() for line in lines)
+    tables = [[*range(lead)]]
+    for column in range(lead, len(sides)):
+        used = sum(widths[i] + 2 for i in tables[-1]) + widths[column]
+        if width and used > width and len(tables[-1]) > lead:
+            tables.append([*range(lead)])
+        tables[-1].append(column)
+    return "\n\n".join(
+        "\n".join(
+            "  ".join(padded(line[i], widths[i], sides[i]) for i in columns).rstrip()
+            for line in lines
+        )
+        for columns in tables
+    )
 
 
 # -- rows -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import ipaddress
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minikv.chat.transcript import Turn
 from minikv.cli.failures import explain
-from minikv.cli.serve.conversations import Desk, Event, Full, News, Stopping, record
+from minikv.cli.serve.conversations import Desk, Event, News, record
 from minikv.cli.serve.request import Request, RequestError, eviction_of, read
 from minikv.errors import ContextError, UsageError
 from minikv.settings import Generation
@@ -43,53 +43,31 @@ _ENDS = {"length": "length", "context": "length"}
 """OpenAI's words for why an answer ended; otherwise "stop"."""
 
 
-class Failed(HTTPException):
-    """The error response to a request. kind: OpenAI's type of error."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        kind: str = "invalid_request_error",
-        *,
-        param: str = "",
-        code: str = "",
-        **headers: str,
-    ) -> None:
-        named = {name.replace("_", "-"): value for name, value in headers.items()}
-        super().__init__(status, message, named)
-        self.error = {
-            "message": message,
-            "type": kind,
-            "param": param or None,
-            "code": code or None,
-        }
-
-    @property
-    def response(self) -> Response:
-        return JSONResponse({"error": self.error}, self.status_code, self.headers)
-
-
-def failed(error: Exception) -> Failed:
-    """The error of a request in OpenAI's shape."""
+def refused(error: Exception) -> Response:
+    """The response to an error, in OpenAI's shape."""
     told = explain(error)
     message = f"{told.message}; {told.hint}" if told.hint else told.message
+    status, param, code, headers = 503 if told.code == 4 else 500, "", "", dict[str, str]()
     match error:
-        case Failed():
-            return error
         case HTTPException():
-            return Failed(error.status_code, error.detail)
+            status, message = error.status_code, error.detail
         case RequestError():
-            return Failed(error.status, message, param=error.param, code=error.code)
+            status, param, code = error.status, error.param, error.code
+            headers = {429: {"Retry-After": str(RETRY_S)}}.get(status, {})
         case ContextError():
-            return Failed(400, message, param="messages", code="context_length_exceeded")
+            status, param, code = 400, "messages", "context_length_exceeded"
         case UsageError():
-            return Failed(400, message)
-        case Full():
-            return Failed(429, message, "rate_limit_error", Retry_After=str(RETRY_S))
-        case Stopping():
-            return Failed(503, message, "server_error")
-    return Failed(503 if told.code == 4 else 500, message, "server_error")
+            status = 400
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    fields = {
+        "message": message,
+        "type": "rate_limit_error" if status == 429 else kind,
+        "param": param or None,
+        "code": code or None,
+    }
+    if status in (408, 413):  # the rest of the body is not read
+        headers = {"Connection": "close"}
+    return JSONResponse({"error": fields}, status, headers)
 
 
 # -- who may ask ----------------------------------------------------------------------------------
@@ -107,24 +85,24 @@ class Door:
         send = _within(send)
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif (no := self._refusal(Http(scope))) is not None:
-            await no.response(scope, receive, send)
+        elif (error := self._refusal(Http(scope))) is not None:
+            await refused(error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
 
-    def _refusal(self, http: Http) -> Failed | None:
+    def _refusal(self, http: Http) -> RequestError | None:
         host, origin = http.headers.get("host", ""), http.headers.get("origin")
         if not self.key and not is_loopback(_name(host)):
-            return Failed(403, "the header Host must be localhost, 127.0.0.1 or [::1]")
+            return RequestError("the header Host must be localhost, 127.0.0.1 or [::1]", status=403)
         same = origin in (f"http://{host}", f"https://{host}")
         if origin is not None and not same and not is_loopback(_name(origin.partition("//")[2])):
-            return Failed(403, "pages of other sites are refused (the header Origin)")
+            return RequestError("pages of other sites are refused (the header Origin)", status=403)
         if not self.key or http.url.path == "/health":
             return None
         given = http.headers.get("authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(given.encode(), self.key.encode()):
             return None
-        return Failed(401, "the API key is missing or wrong", code="invalid_api_key")
+        return RequestError("the API key is missing or wrong", code="invalid_api_key", status=401)
 
 
 def _name(host: str) -> str:
@@ -159,8 +137,8 @@ class Reply:
         events: asyncio.Queue[Event] = asyncio.Queue()
         try:
             answer = self._desk.begin(self._request, events.put_nowait)
-        except Full as error:
-            await failed(error).response(scope, receive, send)
+        except RequestError as error:  # too many wait
+            await refused(error)(scope, receive, send)
             return
         sending = self._stream if self._request.stream else self._whole
         tasks: list[asyncio.Task[Any]] = [
@@ -180,7 +158,7 @@ class Reply:
         while not isinstance(event := await events.get(), Turn | Exception):
             pass
         if isinstance(event, Exception):
-            await failed(event).response(scope, receive, send)
+            await refused(event)(scope, receive, send)
             return
         message = {"role": "assistant", "content": event.answer}
         if event.thoughts:
@@ -194,7 +172,7 @@ class Reply:
     ) -> None:
         first = await events.get()
         if isinstance(first, Exception):  # a status can still be sent
-            await failed(first).response(scope, receive, send)
+            await refused(first)(scope, receive, send)
             return
         headers = {"content-type": "text/event-stream", "cache-control": "no-store"}
         pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
@@ -212,7 +190,7 @@ class Reply:
                 case News():
                     yield f": {event.line}\n\n"
                 case Exception():
-                    yield f"data: {json.dumps({'error': failed(event).error})}\n\n"
+                    yield f"data: {bytes(refused(event).body).decode()}\n\n"
                     return
                 case _:
                     if not began:
@@ -255,21 +233,19 @@ async def _gone(receive: Receive) -> None:
 def _within(send: Send) -> Send:
     """A `send` that raises TimeoutError if the client takes nothing for too long."""
 
-    def sent(message: Any) -> Awaitable[None]:
-        return asyncio.wait_for(_all(send(message)), SEND_S)
+    async def sent(message: Any) -> None:
+        async with asyncio.timeout(SEND_S):
+            await send(message)
 
     return sent
 
 
-async def _all(sent: Awaitable[None]) -> None:
-    await sent
-
-
 async def _body(http: Http) -> bytes:
-    """The body. Raises Failed."""
+    """The body. Raises RequestError."""
+    too_large = RequestError(f"the body is larger than {BODY >> 20} MiB", status=413)
     with suppress(ValueError):
         if int(http.headers.get("content-length", 0)) > BODY:
-            raise _too_large()
+            raise too_large
     parts, size = [], 0
     try:
         async with asyncio.timeout(BODY_S):
@@ -277,16 +253,11 @@ async def _body(http: Http) -> bytes:
                 parts.append(part)
                 size += len(part)
                 if size > BODY:
-                    raise _too_large()
+                    raise too_large
     except TimeoutError:
-        raise Failed(
-            408, f"the body took over {BODY_S:.0f} s to arrive", Connection="close"
-        ) from None
+        late = f"the body took over {BODY_S:.0f} s to arrive"
+        raise RequestError(late, status=408) from None
     return b"".join(parts)
-
-
-def _too_large() -> Failed:
-    return Failed(413, f"the body is larger than {BODY >> 20} MiB", Connection="close")
 
 
 # -- the application ------------------------------------------------------------------------------
@@ -315,18 +286,14 @@ def application(desk: Desk, defaults: Generation, key: str) -> ASGIApp:
         desk.conversations.eviction(eviction_of(request.model, names))
         return Reply(desk, request)
 
-    def refused(http: Http, error: Exception) -> Response:
-        return failed(error).response
+    async def refuse(http: Http, error: Exception) -> Response:
+        return refused(error)
 
-    made: dict[Any, Callable[[Http, Exception], Response | Coroutine[Any, Any, Response]]] = {
-        HTTPException: refused,
-        RequestError: refused,
-        ClientDisconnect: refused,
-    }
     routes = [
         Route("/health", health),
         Route("/v1/models", models),
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/chat/completions", complete, methods=["POST"]),
     ]
-    return Door(Starlette(routes=routes, exception_handlers=made), key)
+    errors: tuple[Any, ...] = (HTTPException, RequestError, ClientDisconnect)
+    return Door(Starlette(routes=routes, exception_handlers=dict.fromkeys(errors, refuse)), key)

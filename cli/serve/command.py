@@ -61,25 +61,14 @@ def serve(
 
         model = session.facts.model
         names = [Path(model).name if Path(model).exists() else model, model]
-        conversations = Conversations(session, settings, names, log)
+        desk = Desk(Conversations(session, settings, names, log), queue)
         address, number = listening.getsockname()[:2]
         shown = f"[{address}]" if ":" in address else address
         terminal.say(f"{names[0]} answers at http://{shown}:{number}/v1 (Ctrl-C ends it)")
-        asyncio.run(_serve(conversations, generation, listening, key, queue))
-
-
-async def _serve(
-    conversations: Conversations,
-    generation: Generation,
-    listening: socket.socket,
-    key: str,
-    queue: int,
-) -> None:
-    desk = Desk(conversations, queue)
-    try:
-        await Server(desk, generation, key).serve(sockets=[listening])
-    finally:
-        desk.close()
+        try:
+            asyncio.run(Server(desk, generation, key).serve(sockets=[listening]))
+        finally:
+            desk.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:

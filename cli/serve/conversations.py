@@ -21,7 +21,7 @@ from minikv.chat.session import ChatSession
 from minikv.chat.snapshot import ChatSnapshot
 from minikv.chat.transcript import Message, Turn, shared
 from minikv.cli.serve.request import Request, RequestError, eviction_of
-from minikv.errors import Interrupted, MinikvError, UsageError
+from minikv.errors import Interrupted, UsageError
 from minikv.settings import Settings
 
 HELD = 3
@@ -50,18 +50,9 @@ Event = News | Piece | Turn | Exception
 Tell = Callable[[Event], object]
 
 
-class Stopping(MinikvError):
-    """The server stops, or the client has left."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is stopping")
-
-
-class Full(MinikvError):
-    """Too many requests wait."""
-
-    def __init__(self, waiting: int) -> None:
-        super().__init__(f"{waiting} requests are waiting already")
+def _stopping() -> RequestError:
+    """The error if the server stops, or the client has left."""
+    return RequestError("the server is stopping", status=503)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +146,7 @@ class Conversations:
 
     def answer(self, request: Request, tell: Tell, left: Callable[[], bool]) -> Turn:
         """Answer a request, in this thread. left(): nobody waits for the answer any more. Raises
-        Stopping, and the errors of `ask`."""
+        RequestError if it was cancelled, and the errors of `ask`."""
         session = self.session
 
         def going_on() -> None:
@@ -172,7 +163,7 @@ class Conversations:
             tell(Piece(text, thought=True))
 
         if left():
-            raise Stopping
+            raise _stopping()
         self.turn_to(request)
         session.seed = secrets.randbits(31) if request.seed is None else request.seed
         how: dict[str, Any] = asdict(request.generation)
@@ -183,9 +174,9 @@ class Conversations:
                 going_on()
                 tell(Piece(piece))
         except Interrupted:
-            raise Stopping from None
+            raise _stopping() from None
         if left():
-            raise Stopping
+            raise _stopping()
         for line in session.turns[-1].report.lines():
             self.log(line)
         return session.turns[-1]
@@ -208,10 +199,10 @@ class Desk:
 
     def begin(self, request: Request, tell: Tell) -> asyncio.Task[None]:
         """Answer a request when its turn comes; call `tell` with its events. Cancelling the task
-        cancels the request. Raises Full."""
+        cancels the request. Raises RequestError if too many wait."""
         before = len(self._tasks)
         if before > self.most:
-            raise Full(self.most)
+            raise RequestError(f"{self.most} requests are waiting already", status=429)
         if before:
             tell(News(f"waiting behind {before}"))
         task = asyncio.create_task(self._answer(request, tell))
@@ -224,7 +215,7 @@ class Desk:
             async with self._one:
                 tell(await self._in_thread(request, tell))
         except asyncio.CancelledError:
-            tell(Stopping())
+            tell(_stopping())
             raise
         except Exception as error:
             tell(error)

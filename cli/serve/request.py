@@ -21,22 +21,14 @@ from minikv.settings import Generation, settings_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _NO_TOOLS = "minikv gives a model no tools"
-_NO_PROBABILITIES = "minikv returns no probabilities"
-_USE_PENALTY = "minikv has repeat_penalty instead"
 _UNSUPPORTED: Mapping[str, str] = {
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
+    **dict.fromkeys(("tools", "tool_choice", "functions", "function_call"), _NO_TOOLS),
     "response_format": "minikv writes text, and enforces no format",
-    "logprobs": _NO_PROBABILITIES,
-    "top_logprobs": _NO_PROBABILITIES,
+    **dict.fromkeys(("logprobs", "top_logprobs"), "minikv returns no probabilities"),
     "logit_bias": "minikv changes no single token's probability",
-    "frequency_penalty": _USE_PENALTY,
-    "presence_penalty": _USE_PENALTY,
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), "minikv has repeat_penalty instead"),
     "n": "minikv writes one answer to a request",
-    "modalities": "minikv writes text only",
-    "audio": "minikv writes text only",
+    **dict.fromkeys(("modalities", "audio"), "minikv writes text only"),
     "prediction": "minikv takes no predicted answer",
     "web_search_options": "minikv does not use the network",
 }
@@ -106,7 +98,7 @@ def read(data: bytes, defaults: Generation) -> Request:
         model,
         messages,
         generation,
-        None if seed is None else int(_checked("seed", seed, "seed")),
+        None if seed is None else int(_checked("seed", seed)),
         stream=_truth(body, "stream"),
         usage=_truth(options, "include_usage"),
     )
@@ -118,19 +110,19 @@ def _generation(body: Mapping[str, Any], defaults: Generation) -> Generation:
     given = {name: body[name] for name in settings_of(Generation) if body.get(name) is not None}
     if body.get("max_completion_tokens") is not None:
         given["max_tokens"] = body["max_completion_tokens"]
-    made = {name: _checked(name, value, name) for name, value in given.items() if value != []}
+    made = {name: _checked(name, value) for name, value in given.items() if value != []}
     if len(made.get("stop", ())) > _STOPS:
         raise RequestError(f"stop has more than {_STOPS} texts", "stop")
     return replace(defaults, **made)
 
 
-def _checked(name: str, value: object, key: str) -> Any:
+def _checked(name: str, value: object) -> Any:
     try:
         for text in value if isinstance(value, list) else ():
-            checks.unicode(key, text)
-        return SETTINGS[name].read(value, key)
+            checks.unicode(name, text)
+        return SETTINGS[name].read(value, name)
     except UsageError as error:
-        raise RequestError(str(error), key) from None
+        raise RequestError(str(error), name) from None
 
 
 def _truth(body: Mapping[str, Any], key: str) -> bool:

@@ -143,8 +143,7 @@ def _write(table: str, name: str, value: Plain | None, terminal: Terminal) -> No
     terminal.data(f"{key} removed" if value is None else f"{key} = {own[name].as_string()}")
     terminal.note(f"in {shown}")
     with contextlib.suppress(UsageError):  # another file may be invalid
-        made = load()
-        origin = (made.alias_files if table else made.origins(())).get(name, "default")
+        origin = load().sources.get(f"{table}.{name}" if table else name, "default")
         if value is None and origin != "default":
             terminal.warn(f"{origin} still sets {full}")
         elif value not in ("", None) and origin != short(config_file()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,26 +83,18 @@ SETTINGS: Mapping[str, Setting] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """A setting's value and its origin: a variable or a file."""
-
-    value: Plain
-    origin: str
-
-
-@dataclass(frozen=True, slots=True)
 class Config:
-    """The settings from files and variables. alias_files: the file of each alias. notes: warnings
-    to show."""
+    """The settings from files and variables. sources: the file or variable of each value, and of
+    each alias as aliases.NAME. notes: warnings to show."""
 
-    values: Mapping[str, Value] = field(default_factory=dict)
+    values: Mapping[str, Plain] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    alias_files: Mapping[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Plain:
         """The value of a setting from a variable, a file or the flag's default."""
-        return self.values[name].value if name in self.values else SETTINGS[name].default
+        return self.values.get(name, SETTINGS[name].default)
 
     def model(self, name: str | None) -> str | None:
         """The model for a value of --model: an alias means its model; an empty name, and the name
@@ -114,11 +105,7 @@ class Config:
     def origins(self, given: Collection[str]) -> dict[str, str]:
         """The origin of each setting's value. given: parameters typed on the command line."""
         return {
-            name: setting.flag
-            if name in given
-            else self.values[name].origin
-            if name in self.values
-            else "default"
+            name: setting.flag if name in given else self.sources.get(name, "default")
             for name, setting in SETTINGS.items()
         }
 
@@ -127,9 +114,9 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
     """Read the files and the variables. Raises UsageError, which names the file or variable, the
     key and the nearest known one."""
     environ = os.environ if environ is None else environ
-    values: dict[str, Value] = {}
+    values: dict[str, Plain] = {}
     aliases: dict[str, str] = {}
-    alias_files: dict[str, str] = {}
+    sources: dict[str, str] = {}
     local = (here or Path()) / LOCAL
     own = user_file()
     for path, shown in ((own, short(own) if own else ""), (local, f"./{LOCAL}")):
@@ -139,9 +126,10 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
             if key == ALIASES:
                 found = _aliases(value, f"{shown}: [{key}]")
                 aliases |= found
-                alias_files |= dict.fromkeys(found, shown)
+                sources |= {f"{ALIASES}.{name}": shown for name in found}
             elif key in SETTINGS:
-                values[key] = Value(SETTINGS[key].read_whole(value, f"{shown}: {key}"), shown)
+                values[key] = SETTINGS[key].read_whole(value, f"{shown}: {key}")
+                sources[key] = shown
             else:
                 refuse_gone(key, f"{shown}: {key}", f"minikv config unset {key} removes it")
                 known = [*SETTINGS, ALIASES]
@@ -153,11 +141,12 @@ def load(environ: Mapping[str, str] | None = None, here: Path | None = None) -> 
         key = variable.removeprefix(PREFIX).lower()
         refuse_gone(key, variable)
         if one := SETTINGS.get(key):
-            values[key] = Value(one.read_whole(one.parse(text), variable), variable)
+            values[key] = one.read_whole(one.parse(text), variable)
+            sources[key] = variable
         else:
             near = guess(key, SETTINGS)
             notes.append(f"the variable {clean(variable)} sets nothing; {near}".rstrip("; "))
-    return Config(values, aliases, tuple(notes), alias_files)
+    return Config(values, aliases, sources, tuple(notes))
 
 
 def user_file() -> Path | None:
@@ -188,9 +177,9 @@ def install(context: typer.Context, config: Config) -> None:
     command = context.invoked_subcommand or ""
     below = getattr(context.command, "commands", {}).get(command)
     defaults = {
-        name: value.value
+        name: value
         for name, value in config.values.items()
-        if value.value != ""  # the same as no value
+        if value != ""  # the same as no value
         and name in [one.name for one in (below.params if below else ())]
         and command in (SETTINGS[name].commands or (command,))
     }
@@ -200,18 +189,13 @@ def install(context: typer.Context, config: Config) -> None:
 def read_toml(path: Path, shown: str) -> dict[str, object] | None:
     """Read a TOML file; None if it does not exist. Raises UsageError for anything else."""
     try:
-        # Without O_NONBLOCK, opening a named pipe would wait for a writer forever.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with paths.opened(path, links=True) as file:
+            data = file.read(_LIMIT + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f"cannot read {shown}: {reason}") from None
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise UsageError(f"{shown} is not a regular file")
-    with open(handle, "rb") as file:
-        data = file.read(_LIMIT + 1)
     if len(data) > _LIMIT:
         raise UsageError(f"{shown} is larger than {_LIMIT >> 10} KiB")
     import tomllib  # most people have no such file, and the import is slow

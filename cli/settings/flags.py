@@ -15,10 +15,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -78,22 +78,14 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
             parameters.append(one.replace(kind=_KIND))
             continue
         assert isinstance(kind, type)
-        only = next((note for note in notes if isinstance(note, Only)), None)
-        known = {**settings_of(kind), **(only.changed if only else {})}
+        every = Only(" ".join(each.name for each in fields(kind)))
+        only = next((note for note in notes if isinstance(note, Only)), every)
+        known = {**settings_of(kind), **only.changed}
         groups[one.name] = kind, known
         if not known:
-            hints = get_type_hints(kind, include_extras=True)
-            parameters += (
-                inspect.Parameter(
-                    each.name,
-                    _KIND,
-                    default=_EMPTY if each.default is MISSING else each.default,
-                    annotation=hints[each.name],
-                )
-                for each in fields(kind)
-            )
+            parameters += inspect.signature(kind, eval_str=True).parameters.values()
             continue
-        for name in only.names if only else [each.name for each in fields(kind)]:
+        for name in only.names:
             parameters.append(_OPTIONS if name == "options" else _parameter(known[name]))
 
     def called(context: typer.Context, **typed: Any) -> None:

@@ -15,15 +15,15 @@ import typer
 from refusals import failing
 from typed import body, printed, screen
 
+import minikv
 from minikv.cache.kv_cache import KVCache
 from minikv.cli import doctor as examination
-from minikv.cli.doctor import FAILED, OK, WARNING, Check, attempt, doctor, line, policies, tiny
+from minikv.cli.doctor import FAILED, OK, WARNING, Check, doctor, line, self_test
 from minikv.cli.screen.terminal import in_columns
 from minikv.cli.settings.config import Config, Interface
 from minikv.cli.settings.flags import Call
 from minikv.kernels.attention import cpu as prefill
 from minikv.kernels.native import build, choice
-from minikv.policies.roco import RoCo
 from minikv.settings import Settings
 
 SECRET = "hf_a_secret_that_must_not_be_seen"
@@ -31,9 +31,7 @@ SECRET = "hf_a_secret_that_must_not_be_seen"
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Few pairs, no network, no configuration of this machine."""
-    monkeypatch.setattr(examination, "prompt_names", lambda: ["full", "adakv"])
-    monkeypatch.setattr(examination, "step_names", lambda: ["roco", "none"])
+    """No network, no configuration of this machine."""
     monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examination, "_PATIENCE", 0.2)
@@ -71,59 +69,39 @@ def run(**named: Any) -> tuple[int, str]:
     return 0, printed(terminal)
 
 
-# -- the policies ---------------------------------------------------------------------------
-@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.soak), 4])
-def test_every_policy_passes_and_soon(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In some seconds of an idle processor; one that is shared counts twice as many and more."""
-    if every > 1:
-        for name in ("prompt_names", "step_names"):
-            names = getattr(examination, name)()[::every]
-            monkeypatch.setattr(examination, name, lambda names=names: names)
-    said: list[str] = []
-    began = time.process_time()
-    (check,) = policies(said.append)
-    assert check.state == OK, check
-    assert int(check.detail.split()[0]) == len(said) > 100 / every**2
-    assert time.process_time() - began < 30 / every
-
-
-def test_a_policy_that_breaks_is_named(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for method in ("init", "score"):  # after a prompt, and while one is read in blocks
-        monkeypatch.setattr(RoCo, method, failing(ZeroDivisionError("by\nzero")))
-    found = policies(lambda text: None)
-    assert {check.state for check in found} == {FAILED}
-    text = " / ".join(check.detail for check in found)
-    assert "adakv, then roco: ZeroDivisionError: by zero" in text
-    assert "roco, --stride 8: ZeroDivisionError" in text
-    assert "then none" not in text
-    code, table = run(offline=True)
-    assert (code, "failed   policies" in table) == (1, True)
+# -- the self-test --------------------------------------------------------------------------
+def test_the_bundled_model_answers_as_without_a_cache() -> None:
+    check = self_test()
+    assert check.state == OK
+    assert "'Henrik Torova' from 64 of " in check.detail
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda kept: torch.cat((kept, kept[-1:])), "positions are not unique"),
-        (lambda kept: kept[:-1], "the newest token is gone"),
-        (lambda kept: torch.arange(int(kept[-1]) + 1), "over the budget"),
-        (lambda kept: kept + 1, "positions are not unique"),
+        (lambda mixed: 0.1 * mixed, "unlike attention without a cache"),
+        (lambda mixed: mixed + torch.nan, "NumericsError"),
     ],
 )
-def test_a_cache_that_lies_is_found_out(
-    change: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_a_cache_that_computes_something_else_is_found_out(
+    quick: None,
+    change: Callable[[Any], Any],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    net, honest = tiny(), KVCache.kept
-    assert attempt(net, "adakv", "roco", 0) == ""
-    monkeypatch.setattr(KVCache, "kept", lambda *a: change(honest(*a)))
-    assert message in attempt(net, "adakv", "roco", 0)
+    honest = KVCache.attend
+    monkeypatch.setattr(KVCache, "attend", lambda *a: change(honest(*a)))
+    code, table = run(offline=True)
+    assert code == 1
+    assert message in table.split("failed   self-test ")[1]
 
 
-def test_a_wrong_reading_and_wrong_weights_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, honest = tiny(), KVCache.attend
-    net.layers[1].down.dense().fill_(float("nan"))
-    assert "NaN" in attempt(net, "adakv", "roco", 0)
-    monkeypatch.setattr(KVCache, "attend", lambda *a: 0.9 * honest(*a))
-    assert attempt(tiny(), "adakv", "roco", 0) == "the prompt was not read exactly"
+def test_a_cache_that_keeps_all_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = minikv.load
+    monkeypatch.setattr(minikv, "load", lambda budget, remember: whole(policy="full"))
+    check = self_test()
+    assert check.state == FAILED
+    assert "over the budget of 64" in check.detail
 
 
 # -- the hub --------------------------------------------------------------------------------
@@ -171,7 +149,7 @@ def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) ->
     assert code == 0
     first, *_ = rows = [row for row in table.splitlines() if row[0] != " "]
     names = " ".join(row.split()[1] for row in rows)
-    assert names == "versions cpu gpu kernels memory models hub policies"
+    assert names == "versions cpu gpu kernels memory models hub self-test"
     assert torch.__version__ in first
     assert "\x1b" not in table
     # A check that breaks is a failed check.
@@ -179,7 +157,7 @@ def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) ->
     code, text = run(offline=True)
     assert code == 1
     assert "failed   models    OSError: no such device" in text
-    assert "ok       policies" in text  # the others still ran
+    assert "ok       self-test" in text  # the others still ran
 
 
 @pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")

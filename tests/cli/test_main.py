@@ -67,6 +67,12 @@ def test_output_that_cannot_be_written_is_an_error_and_no_bug(document: str, wor
         assert (closed.returncode, closed.stderr) == (1, f"{error} Bad file descriptor\n")
 
 
+@pytest.mark.parametrize("words", ["--help", "plan --help-all", "--version"])
+def test_help_whose_reader_has_left_is_no_error(words: str) -> None:
+    done = shell('{ sleep 0.2; "$@"; echo $? >&2; } | true', *words.split())
+    assert done.stderr == "0\n"
+
+
 @pytest.mark.parametrize("module", ["minikv", "minikv.cli"])
 def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> None:
     (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -32,7 +31,6 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.fitting import Machine, likely
 from minikv.chat.report import TurnReport, size
 from minikv.chat.session import ChatSession
-from minikv.cli.doctor import one_thread
 from minikv.cli.forecast import Forecast, Planner
 from minikv.cli.plan import plan
 from minikv.cli.screen.terminal import in_columns
@@ -55,12 +53,6 @@ keydiff+global/none dropkv/none global-span/roco full/roco roco/auto/32 streamin
 """
 SOME = "full/auto adakv/auto keydiff/none defensive+global/auto roco/auto/32"
 """A policy, a decode policy, and a stride if there is one."""
-
-
-@pytest.fixture(autouse=True)
-def _quick() -> Iterator[None]:
-    with one_thread():
-        yield
 
 
 def run(model: str | None, tokens: str, **named: Any) -> str:

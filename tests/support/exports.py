@@ -44,7 +44,7 @@ def large(facts: ChatFacts, layers: int, heads: int, tokens: int) -> ChatFacts:
     draw = np.random.default_rng(0)
     return replace(
         facts,
-        model=replace(facts.model, layers=layers, kv_heads=heads),
+        model={**facts.model, "layers": layers, "kv_heads": heads},
         text=tuple(f" word{i % 1000}" if i % 40 else "\n" for i in range(tokens)),
         sections=(Section("document", "report.pdf", 10, tokens - 10),),
         held=draw.random((layers, heads, tokens)) < 0.5,

@@ -144,7 +144,7 @@ def test_malformed_bytes_are_covered(pieces: list[bytes]) -> None:
 def test_documents_are_found_in_order() -> None:
     spans = kept.spell(ByteTokenizer(), [BOS, *b"x same y same z"])
     documents = [Document("same", "a"), Document("lost", "b"), Document("same")]
-    assert kept.locate(spans, documents) == [Part("a", 3, 7), None, Part("document 3", 10, 14)]
+    assert kept.locate(spans, documents) == [Part("a", 3, 7), None, Part("piped text", 10, 14)]
 
 
 # -- pages ----------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -105,6 +106,15 @@ def test_ctrl_c_stops_a_parser_and_not_the_chat(
     assert stopped.hint == "nothing was added"
     assert session.pending == []
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_ends_the_wait_for_a_pipe_that_nobody_writes_to(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
+    timer.start()
+    with pytest.raises(Interrupted, match="stopped reading"):
+        run("add", str(tmp_path / "pipe"))
+    timer.join(60)
 
 
 def test_docs_lists_what_was_read_and_what_waits(

@@ -15,8 +15,8 @@ from terminals import Terminals
 
 from minikv.cli.documents import named as sources
 from minikv.cli.documents import text as documents
-from minikv.cli.documents.named import PipedLines, Reader, read
-from minikv.errors import Interrupted
+from minikv.cli.documents.named import piped_lines, read
+from minikv.cli.screen.terminal import Terminal
 
 HERE = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def tree(root: Path, *names: str, data: bytes = b"") -> Path:
 
 
 def names(named: str | Path) -> list[str | None]:
-    return [text.name for text in read([str(named)], Reader())[0]]
+    return [text.name for text in read([str(named)], Terminal())[0]]
 
 
 def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
     tree(tmp_path, "x.bin", data=bytes(range(256)))
     tree(tmp_path, "empty.txt", data=b" \n")
     tree(tmp_path, "latin.txt", data=b"caf\xe9")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, notes = read([str(tmp_path)], Terminal())
     assert [text.name for text in texts] == "a.txt b/10.md b/2.md b/c/d.txt z.txt".split()
     assert [text.text for text in texts] == [text.name for text in texts]
     assert notes == [
@@ -53,7 +53,7 @@ def test_a_directory_is_its_text_files_sorted_and_named_from_there(tmp_path: Pat
 def test_what_is_named_keeps_its_order(tmp_path: Path) -> None:
     tree(tmp_path, "d/2.txt", "d/1.txt", "z.txt")
     given = [str(tmp_path / "z.txt"), "-", str(tmp_path / "d")]
-    texts, _ = read(given, Reader(), lambda: b"piped")
+    texts, _ = read(given, Terminal(), lambda: b"piped")
     assert [text.name for text in texts] == ["z.txt", None, "1.txt", "2.txt"]
     assert texts[1].text == "piped"
     # A file whose name is a pattern is that file.
@@ -67,7 +67,7 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
         for there in ("a", "b"):
             (tmp_path / here / f"to-{there}").symlink_to(tmp_path / there)
     (tmp_path / "a" / "link.txt").symlink_to(tmp_path / "b" / "2.txt")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, notes = read([str(tmp_path)], Terminal())
     assert [text.name for text in texts] == ["a/1.txt", "a/link.txt", "b/2.txt"]
     assert notes[0].endswith("skipped 4 linked (a/to-a, a/to-b, b/to-a, ...)")
     assert names(f"{tmp_path}/**/*.txt") == ["a/1.txt", "a/link.txt", "b/2.txt"]
@@ -79,10 +79,10 @@ def test_what_is_special_is_skipped_and_hostile_names_are_one_clean_line(tmp_pat
     tree(tmp_path, "a.txt", "a\x1b]0;b\nc.txt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
-    texts, notes = read([str(tmp_path)], Reader())
+    texts, notes = read([str(tmp_path)], Terminal())
     assert [text.name for text in texts] == ["a]0;b c.txt", "a.txt"]
     assert notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
-    refused("no\\*", read, ["\x1bno*"], Reader())
+    refused("no\\*", read, ["\x1bno*"], Terminal())
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_means_nothing_is_one_line(
     tree(tmp_path, "other/.hidden")
     tree(tmp_path, "other/x", data=bytes(256))
     monkeypatch.chdir(tmp_path)
-    caught = refused("", read, [named], Reader())
+    caught = refused("", read, [named], Terminal())
     assert str(caught) == message
     assert caught.hint.startswith(hint)
 
@@ -149,7 +149,7 @@ def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sources, "LISTED", 2)
     tree(tmp_path, "1", "2", "3")
     assert len(names(tmp_path)) == len(names(tmp_path / "*")) == 3
-    assert read([str(tmp_path)], Reader())[1][2:] == ["  2: 1 characters", "  and 1 more"]
+    assert read([str(tmp_path)], Terminal())[1][2:] == ["  2: 1 characters", "  and 1 more"]
     for more, most in ((["4"], 3), (["5", "6"], 5)):
         tree(tmp_path, *more)
         for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
@@ -161,18 +161,10 @@ def test_the_size_limit_of_a_directory(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "MAX_BYTES", 100)
     tree(tmp_path, "1", "2", data=b"x" * 50)
     tree(tmp_path, "large", data=b"x" * 101)
-    _, notes = read([str(tmp_path)], Reader())
+    _, notes = read([str(tmp_path)], Terminal())
     assert notes[0].endswith("skipped 1 too large (large)")
     tree(tmp_path, "3")
     refused("is larger than", names, tmp_path)
-
-
-def test_ctrl_c_between_two_files_of_a_directory_adds_nothing(tmp_path: Path) -> None:
-    tree(tmp_path, "1", "2", "3")
-    seen: list[str] = []
-    reader = Reader(reading=seen.append, stopped=lambda: len(seen) == 2)
-    stopped = refused("stopped reading", read, [str(tmp_path)], reader, error=Interrupted)
-    assert (stopped.hint, len(seen)) == ("nothing was added", 2)
 
 
 def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal() -> None:
@@ -212,11 +204,7 @@ def test_where_lines_begin_and_end(
     encoded = text.encode(encoding).replace(b"\xff\xfe" * 2, b"\xff\xfe")
     data = io.BufferedReader(io.BytesIO(encoded))
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=data))
-    read = PipedLines()
-    assert [read() for _ in lines] == lines
-    for _ in range(2):
-        with pytest.raises(EOFError):
-            read()
+    assert list(piped_lines()) == lines
 
 
 def test_a_line_is_there_before_the_next_one_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +213,8 @@ def test_a_line_is_there_before_the_next_one_comes(monkeypatch: pytest.MonkeyPat
     os.set_blocking(read, False)  # to read on would end the line
     with open(read, "rb") as stream, open(write, "wb", buffering=0) as pipe:
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
-        lines = PipedLines()
+        lines = piped_lines()
         for question in ("\ufeffone", "two"):
             pipe.write(f"{question}\r\n".encode("utf-16-le"))
-            assert lines() == question.strip("\ufeff")
+            assert next(lines) == question.strip("\ufeff")
             assert stream.peek(1) == b""

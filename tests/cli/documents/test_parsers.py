@@ -12,17 +12,19 @@ import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pypdf
 import pytest
 from refusals import refused
 
 from minikv.cli.documents import child, parsers
-from minikv.cli.documents.child import run
-from minikv.cli.documents.named import Reader, read
+from minikv.cli.documents.child import extract
+from minikv.cli.documents.named import read
 from minikv.cli.documents.parsers import is_pdf, markup, pdf, read_pdf
 from minikv.cli.documents.text import read_bytes, read_file
-from minikv.errors import Interrupted, UsageError
+from minikv.cli.screen.terminal import Terminal
+from minikv.errors import UsageError
 
 LIMIT = 1 << 20
 CATALOG = b"<< /Type /Catalog /Pages 2 0 R >>"
@@ -276,8 +278,6 @@ def test_odd_and_hostile_files_end_in_one_line(data: bytes, words: str) -> None:
 def test_the_child_says_why_and_the_chat_tells_it() -> None:
     error = refused("^my.pdf is encrypted\n", read_pdf, encrypted("key"), "my.pdf", limit=LIMIT)
     assert (error.hint, error.exit_code) == ("save a copy without a password first", 2)
-    with pytest.raises(Interrupted, match=r"stopped reading x\.pdf"):
-        read_pdf(document("x"), "x.pdf", limit=LIMIT, stopped=lambda: True)
 
 
 @pytest.mark.parametrize(
@@ -321,31 +321,44 @@ def test_what_a_reader_may_take(what: str, said: str, monkeypatch: pytest.Monkey
 
 
 # -- the child --------------------------------------------------------------------------------
-def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
+def said_by(script: str, folder: Path, patch: pytest.MonkeyPatch, data: bytes, **how: Any) -> str:
+    """The text of a document from a script in the place of the parser."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    patch.setattr(sys, "executable", str(path))
+    return extract("pdf", data, "x.pdf", **{"limit": LIMIT} | how)
+
+
+def test_a_child_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mark = tmp_path / "alive"
-    hangs = ["/bin/sh", "-c", f"(sleep 1; touch {mark}) & wait"]
-    refused("took more than 0 s", run, hangs, limit=LIMIT, timeout=0.3)
+    hangs = f"(sleep 1; touch {mark}) & wait", tmp_path, monkeypatch, b""
+    refused("took more than 0 s", said_by, *hangs, timeout=0.3)
     time.sleep(1.2)
     assert not mark.exists()
     # One that leaves a child behind is not waited for.
     began = time.monotonic()
-    output = run(["/bin/sh", "-c", "echo done; sleep 30 &"], limit=LIMIT, timeout=25)
-    assert (output.code, output.data) == (0, b"done\n")
+    assert said_by("echo done; sleep 30 &", tmp_path, monkeypatch, b"", timeout=25) == "done\n"
     assert time.monotonic() - began < 20
 
 
-def test_large_input_and_output_do_not_block_each_other() -> None:
-    data = os.urandom(1 << 20)
-    assert run(["/bin/cat"], data, limit=len(data), timeout=60) == child.Output(0, data, "")
-    refused("gave more than", run, ["/bin/cat"], data, limit=len(data) - 1, timeout=60)
-    # A command that takes nothing of it is no error.
-    assert run(["/bin/echo", "hi"], data, limit=9, timeout=60).data == b"hi\n"
+def test_large_input_and_output_do_not_block_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = b"12345678" * (1 << 17)
+    given = tmp_path, monkeypatch, data
+    assert said_by("cat", *given, limit=len(data)) == data.decode()
+    refused("gave more than", said_by, "cat", *given, limit=len(data) - 1)
+    # A child that takes nothing of it is no error.
+    assert said_by("echo hi", *given) == "hi\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no files in memory on this system")
-def test_no_document_is_written_to_a_disk() -> None:
-    names = "import os; print(*(os.readlink(f'/proc/self/fd/{n}') for n in (0, 1, 2)))"
-    said = run([sys.executable, "-c", names], b"secret", limit=999, timeout=60).data.decode()
+def test_no_document_is_written_to_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = "exec readlink /proc/self/fd/0 /proc/self/fd/1 /proc/self/fd/2"
+    said = said_by(names, tmp_path, monkeypatch, b"secret")
     assert said.count("/memfd:") == 3
 
 
@@ -409,7 +422,7 @@ def test_the_text_of_a_word_file(tmp_path: Path) -> None:
     # A directory has its pages and Word files.
     (tmp_path / "a.docx").write_bytes(docx(paragraph("one")))
     (tmp_path / "b.html").write_text("<p>two")
-    assert [text.text for text in read([str(tmp_path)], Reader())[0]] == ["one", "two"]
+    assert [text.text for text in read([str(tmp_path)], Terminal())[0]] == ["one", "two"]
 
 
 @pytest.mark.parametrize(

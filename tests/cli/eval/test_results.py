@@ -155,9 +155,9 @@ def test_what_is_shown() -> None:
     full = cell("facts", "full", "none", "-", score=1.0, against=(0.0, 0.0, 0.0))
     paired = cell("facts", "h2o", "h2o", against=(-0.25, -0.5, 0.1), by_group=[("Q1", 0.5, 2)])
     head, first, second, _, groups, none, some = results.table([full, paired]).splitlines()[1:]
-    assert head.split() == "policy decode budget score 95 % against full 95 % n held".split()
-    assert first.split()[-4:] == ["-", "-", "4", "30.0%"]
-    assert "-25.0%  -50.0% to +10.0%" in second
+    assert head.split() == "policy decode budget score (95 %) n held against full (95 %)".split()
+    assert first.split()[-3:] == ["4", "30.0%", "-"]
+    assert "-25.0% (-50.0% to +10.0%)" in second
     assert groups.split() == ["policy", "decode", "budget", "Q1"]
     assert (none.split()[-1], some.split()[-1]) == ("-", "50.0%")
     mine, other = (cell("agree", "snapkv", "none", until=x) for x in (5.25, None))

@@ -85,3 +85,5 @@ def test_names_are_one_line_and_columns_as_wide_as_their_widest_text() -> None:
     assert padded("中", 4, ">") == "  中"
     table = grid([("NAME", "SIZE", "STATE"), ("中文-中文", "1", "ok"), ("é", "20", "")], "<><")
     assert table.split("\n") == ["NAME       SIZE  STATE", "中文-中文     1  ok", "é            20"]
+    table = grid([("a", "bb", "ccc"), ("x", "y", "z")], "<<>", 5)
+    assert table == "a  bb\nx  y\n\na  ccc\nx    z"

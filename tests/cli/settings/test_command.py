@@ -63,7 +63,7 @@ def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
     assert str(file) in done.stderr.replace("~", str(Path.home()))
     invoke("config", "set", "stop", r"\n", "Q:")
     invoke("config", "set", "quiet", "yes")
-    values = {name: value.value for name, value in load().values.items()}
+    values = dict(load().values)
     assert values == {"max_tokens": 99, "stop": ("\n", "Q:"), "quiet": True}
 
 
@@ -133,7 +133,7 @@ def test_set_and_unset_say_what_else_sets_it(file: Path, monkeypatch: pytest.Mon
     file.write_text("bugdet = 3\nseed = 1\n")
     refused("unknown key 'bugdet'", load)
     invoke("config", "unset", "bugdet")  # what no command can read is removed, too
-    assert load().values["seed"].value == 5
+    assert load().values["seed"] == 5
     file.write_text("quality = 1 # mine\nseed = 3\n[loaders]\nodt = 'p'\n")
     for key in ("quality", "loaders"):
         assert invoke("config", "unset", key).exit_code == 0

@@ -107,11 +107,11 @@ def test_a_value_is_the_same_from_a_flag_a_file_and_a_variable(
         read(home, local=f"{key} = {toml}"),
         read(home, **{f"MINIKV_{key.upper()}": text}),
     ):
-        found = made.values[key].value
+        found = made.values[key]
         assert (found, type(found)) == (value, type(value))
         assert called(made).exit_code == 0
         assert SEEN[key] == value
-        assert SEEN["origins"][key] == made.values[key].origin
+        assert SEEN["origins"][key] == made.sources[key]
     if not isinstance(value, bool):
         done = called(read(home, own=f"{key} = {toml}"), f"{SETTINGS[key].flag}={text}")
         assert done.exit_code == 0, done.output
@@ -121,7 +121,7 @@ def test_a_value_is_the_same_from_a_flag_a_file_and_a_variable(
 def test_what_wins_and_what_nothing_said_is(home: Path) -> None:
     own, local = "budget = 64\ntop_k = 5\nseed = 1", 'budget = "20%"\nseed = 2'
     made = read(home, own, local, MINIKV_BUDGET="3")
-    found = {name: (value.value, value.origin) for name, value in made.values.items()}
+    found = {name: (value, made.sources[name]) for name, value in made.values.items()}
     assert found.pop("budget") == ("3", "MINIKV_BUDGET")
     assert found == {"seed": (2, "./minikv.toml"), "top_k": (5, "~/.config/minikv/config.toml")}
     assert made.origins({"seed"})["seed"] == "--seed"
