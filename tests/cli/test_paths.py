@@ -54,12 +54,12 @@ def test_where_a_file_is(
 def test_without_a_home_directory(
     where: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
+    refused("a user who does not exist: '~no-such-user/x'", where)
     for name in ("MINIKV_HOME", *(variable for variable, _, _ in FILES.values())):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert "MINIKV_HOME" in refused("no home directory", where).hint
-    monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
-    refused("a user who does not exist: '~no-such-user/x'", where)
 
 
 @pytest.mark.parametrize(

@@ -76,11 +76,11 @@ def test_links_that_form_loops_do_not_hang(tmp_path: Path) -> None:
 
 
 def test_what_is_special_is_skipped_and_hostile_names_are_one_clean_line(tmp_path: Path) -> None:
-    tree(tmp_path, "a\x1b]0;b\nc.txt")
+    tree(tmp_path, "a.txt", "a\x1b]0;b\nc.txt")
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nothing")
     texts, notes = read([str(tmp_path)], Reader())
-    assert [text.name for text in texts] == ["a]0;b c.txt"]
+    assert [text.name for text in texts] == ["a]0;b c.txt", "a.txt"]
     assert notes[0].endswith("skipped 1 special (pipe), 1 unreadable (gone.txt)")
     refused("no\\*", read, ["\x1bno*"], Reader())
 

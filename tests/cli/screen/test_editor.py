@@ -306,7 +306,8 @@ def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
         assert {*shown} <= {*items[-1], policy}
     assert items[50 - 20][0] == policy
     assert len(items[-1]) > len(items[0]) == 1
-    opened = chat(policy)  # without its cache, as by `--resume NAME --budget N`
+    session, opened = chat(), chat()  # without its cache, as by `--resume NAME --budget N`
+    list(session.ask("Who?", 4))
     opened.restore(replace(session.snapshot(), held=None))
     assert render.toolbar(opened, 20) == f"{len(session.log.ids):,} of 2,048 tokens"
 
