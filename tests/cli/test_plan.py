@@ -503,7 +503,7 @@ def test_policies_decode_and_options_are_the_users() -> None:
         (
             "5",
             {"dtype": "int3"},
-            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3",
+            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3'",
         ),
         ("5", {"device": "tpu"}, "unknown device 'tpu'"),
         ("5", {"device": "cuda:99"}, "no CUDA device for 'cuda:99'"),

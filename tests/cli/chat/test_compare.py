@@ -35,11 +35,13 @@ from minikv.settings import Generation
 BUDGET = 48
 
 
-def asked(*questions: str, document: str = STORY, **more: Any) -> ChatSession:
+def asked(
+    *questions: str, document: str = STORY, name: str | None = "story.txt", **more: Any
+) -> ChatSession:
     """A chat under adakv that has answered. more: as of `chat`."""
     eviction = EvictionConfig.read("adakv", "h2o", BUDGET)
     session = chat(eviction=eviction, step="h2o", budget=BUDGET, **more)
-    session.attach(document, "story.txt")
+    session.attach(document, name)
     for question in questions:
         list(session.ask(question, 5))
     return session
@@ -419,7 +421,7 @@ def test_how_much_faster_than_full(
 
 
 def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    session = asked(net=network((None, 40, None)))
+    session = asked(name=None, net=network((None, 40, None)))
     list(session.ask("Who?", 3))
     compared(session)
     assert "nothing evicted" in capsys.readouterr().err

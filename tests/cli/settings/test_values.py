@@ -131,6 +131,7 @@ def test_the_shell_completes_values_without_torch(saved: Path) -> None:
         "chat --policy snapkv -o win": ["window="],
     }
     done = python("-c", ALL, input=json.dumps([f"minikv {line}" for line in lines]))
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
     *others, (_, loaded) = found
