@@ -109,7 +109,7 @@ class Text:
 def read_file(path: str) -> Text:
     """The text of a regular file or a pipe: plain, a PDF, a Word file or HTML. Raises UsageError
     with the reason and what to do."""
-    shown = clean(path) or "''"
+    shown = one_line(path) or "''"
     found = read_bytes(_content(path, shown), shown)
     # The name becomes part of the prompt: one line, no control characters.
     name = None if path.startswith(_NAMELESS) else one_line(Path(path).name)
@@ -199,10 +199,10 @@ def _nearest(path: str) -> str:
     try:
         near = difflib.get_close_matches(name, os.listdir(folder or "."), n=1, cutoff=0.6)
     except (OSError, ValueError):
-        return f"there is no directory {clean(folder)}"
+        return f"there is no directory {one_line(folder)}"
     if near:
-        return f"did you mean {clean(os.path.join(folder, near[0]))}?"
-    return f"minikv looked in {clean(os.path.abspath(folder))}"
+        return f"did you mean {one_line(os.path.join(folder, near[0]))}?"
+    return f"minikv looked in {one_line(os.path.abspath(folder))}"
 
 
 def decode(data: bytes, name: str) -> str:

@@ -256,7 +256,6 @@ class Prefill:
         if self._pool is not None:
             ranks = self._ranked(view, evicts=evicts)
         else:
-            keep = view.live
             if evicts:
                 assert prompt is not None
                 assert plan.totals is not None
@@ -264,6 +263,8 @@ class Prefill:
                 if prompt.evidence.observe and view.mass is not None:
                     # Rows that slid out of a window do not count as evicted.
                     self._stayed[layer] = stayed(view.mass, keep, view.pos)
+            else:
+                keep = view.live
             order = None if plan.shares else view.order
         self._shaped = self._shaped or (evicts and self._evidence.asks)
         del view

@@ -122,6 +122,7 @@ ADDRESS = "is an address, and minikv downloads no documents"
         ("folder", "no text in folder: it is empty", ""),
         ("other", "no text in other: all of it was skipped: 1 hidden (.hidden), 1 binary (x)", ""),
         ("nothing", "no such file: nothing", ""),
+        ("no\nsuch/file", "no such file: no such/file", "there is no directory no such"),
         (
             "https://x.org/a b?c=1&d",
             f"https://x.org/a b?c=1&d {ADDRESS}",
