@@ -94,7 +94,7 @@ class ScissorHands(StepPolicy):
         columns["lows"].sub_((words[-1] >> (bits - 1)) & 1)  # the oldest query drops out
         for word in words:
             out = word >> (BITS - 1)  # the highest bit: -1 or 0
-            word.bitwise_left_shift_(1).sub_(carry)
+            word.add_(word).sub_(carry)  # a shift in place, which torch's own is not
             carry = out
         if bits < BITS:
             words[-1].bitwise_and_((1 << bits) - 1)
