@@ -93,7 +93,7 @@ def build(settings: Settings, progress: LoadProgress | None = None) -> ChatSessi
     load_s = perf_counter() - began
     config, network, own = loaded.config, loaded.network, loaded.config.own
     cuda = network.device.type == "cuda"
-    if not cuda:
+    if not cuda:  # pragma: no branch - a GPU skips it
         announce()
     kv = KVCache(
         shape_of(config),

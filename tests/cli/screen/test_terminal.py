@@ -397,12 +397,13 @@ def test_keys_are_kept_from_open_to_close(
 
 
 def test_a_remedy_is_told_as_it_is_typed(streams: Use, screens: Use) -> None:
-    """And the screen is what stderr can show."""
+    """And the screen is what stderr can show, and the columns are stdout's."""
     made, *_ = streams()
     for chat, shown in ((False, "use --budget 64"), (True, "use /set budget 64")):
         made.chat = chat
         assert made.words("use `budget=64`") == shown
         assert made.words("no remedy") == "no remedy"
-    assert made.screen.rows == 0
-    shown = screens()[0].screen
-    assert (shown.width, shown.rows > 0, shown.colour) == (40, True, True)
+    assert (made.screen.rows, made.columns) == (0, 0)
+    made, *_ = screens()
+    shown = made.screen
+    assert (shown.width, shown.rows > 0, shown.colour, made.columns) == (40, True, True, 40)
