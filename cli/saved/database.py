@@ -135,6 +135,8 @@ class ChatFile:
     def rows(self, table: str) -> list[Any]:
         """The values of each row of one of `TABLES`, in order. Raises `DAMAGE`."""
         kinds = [bytes if column in _BINARY else str for column in TABLES[table]]
+        if self._db is None:  # it could not be opened after a save
+            self._connect()
         assert self._db is not None
         found = self._db.execute(f"SELECT * FROM {table} ORDER BY number").fetchall()
         for at, (number, *values, seal) in enumerate(found):
@@ -185,6 +187,7 @@ class ChatFile:
         _roll_back(self._path)
         if self._db is not None:
             self._db.close()
+            self._db = None
         self._db = _connected(self._path, "ro&immutable=1")
         # A stranger's file may have views, triggers and expressions: none of them may run.
         found = self._db.execute("SELECT name, sql FROM sqlite_master").fetchmany(9)

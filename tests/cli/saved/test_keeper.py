@@ -674,6 +674,27 @@ def test_an_error_of_the_disk_is_not_another_process(calls: tuple[str, ...]) -> 
         assert read("one").turns == tuple(session.turns)
 
 
+def test_a_file_that_cannot_be_opened_after_a_save_is_not_damaged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = talked()
+    one = saved(session)
+    say(session, "more")
+    real = database._connected
+    cannot = sqlite3.OperationalError("unable to open database file")
+    with monkeypatch.context() as short:  # of file handles
+        short.setattr(
+            database,
+            "_connected",
+            lambda path, how: failing(cannot)() if how.startswith("ro") else real(path, how),
+        )
+        refused("unable to open", one.save, session)
+    assert len(one.load(session, "one").turns) == 3
+    say(session, "and more")
+    one.save(session)
+    assert read("one").turns == tuple(session.turns)
+
+
 def opening(home: Path) -> tuple[Callable[[], object], set[int]]:
     """A chat of an earlier version is opened."""
     shutil.copytree(OLD, home / "one")
