@@ -455,8 +455,10 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
             before = 0  # they stay as they are
         before += 4 * every if step.observe else 0
         noting = (step.scratch + state) * every
-        if step.has_key_columns:  # in bfloat16, also keys in float32 and their product
-            made = step.scratch if item == 4 else max(step.scratch, 4 * size + step.scratch // 4)
+        if step.has_key_columns:
+            made = step.scratch
+            if made and item < 4:  # keys in float32, and their product
+                made = max(made, 4 * size + made // 4)
             noting = copies + (made + state + 8) * every
         if step.prompt_history:  # the attention of these queries, and a bit for each
             queries = block(group * step.prompt_history * rows)
