@@ -395,7 +395,9 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
     if staged is not None:  # the last token's query and output, of every layer
         found += 2 * shape.layers * shape.heads * shape.head_dim * item
     found += 8 * plan.tokens + _pool(plan)
-    found += 24 * plan.end * evidence.sentences  # their table, and what a policy computes from it
+    if setup.rules.prompt is not None and setup.rules.prompt.carry is not None:
+        found += 8 * plan.end  # by how much worth falls up to each position
+    found += 16 * plan.end * evidence.sentences  # their table, as two kinds of numbers
     found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
     if evidence.queries_from is not None:
         found += 8 * shape.heads * shape.head_dim**2  # moments of the queries
