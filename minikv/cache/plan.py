@@ -395,7 +395,9 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
     if staged is not None:  # the last token's query and output, of every layer
         found += 2 * shape.layers * shape.heads * shape.head_dim * item
     found += 8 * plan.tokens + _pool(plan)
-    found += 24 * plan.end * evidence.sentences  # their table, and what a policy computes from it
+    if setup.rules.prompt is not None and setup.rules.prompt.carry is not None:
+        found += 8 * plan.end  # by how much worth falls up to each position
+    found += 16 * plan.end * evidence.sentences  # their table, as two kinds of numbers
     found += plan.observed(setup.rules)[1] * shape.heads * (shape.head_dim * item + 4)
     if evidence.queries_from is not None:
         found += 8 * shape.heads * shape.head_dim**2  # moments of the queries
@@ -455,8 +457,10 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
             before = 0  # they stay as they are
         before += 4 * every if step.observe else 0
         noting = (step.scratch + state) * every
-        if step.has_key_columns:  # in bfloat16, also keys in float32 and their product
-            made = step.scratch if item == 4 else max(step.scratch, 4 * size + step.scratch // 4)
+        if step.has_key_columns:
+            made = step.scratch
+            if made and item < 4:  # keys in float32, and their product
+                made = max(made, 4 * size + made // 4)
             noting = copies + (made + state + 8) * every
         if step.prompt_history:  # the attention of these queries, and a bit for each
             queries = block(group * step.prompt_history * rows)

@@ -196,6 +196,8 @@ CASES: list[Case] = [
     ("dropkv", "none", 0, torch.int8, NOTHING, (2, 4)),
     *((name, "none", 0, None, NOTHING, heads, 300, torch.bfloat16) for name, heads in BFLOAT16),
     ("global-span", "none", 0, torch.int8, NOTHING, (8, 1), 300, torch.bfloat16),
+    ("snapkv", "l2", 0, None, NOTHING, (8, 1), 300, torch.bfloat16),  # no copy of keys in float32
+    ("l2+span", "roco", 0, None, NOTHING, (8, 1)),  # what `Span` keeps for all layers
 ]
 
 # Of a later prompt, these are planned further above what was measured: what is added up for a layer
