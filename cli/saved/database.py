@@ -225,7 +225,12 @@ def renew(name: str, rows: Mapping[str, Iterable[Sequence[str | bytes]]]) -> Non
             with contextlib.suppress(OSError, *DAMAGE):  # or it would be done to the new file
                 _roll_back(folder / FILE)
             _journal(folder / FILE).unlink(missing_ok=True)
-            os.replace(new, folder / FILE)
+            made = os.lstat(new)
+            try:
+                os.replace(new, folder / FILE)
+            except OSError:  # a network may report this although the file was replaced
+                if not os.path.samestat(made, os.lstat(folder / FILE)):
+                    raise
         except BaseException as error:
             new.unlink(missing_ok=True)
             if isinstance(error, sqlite3.Error):

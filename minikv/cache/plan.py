@@ -457,6 +457,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
             before = 0  # they stay as they are
         before += 4 * every if step.observe else 0
         noting = (step.scratch + state) * every
+        if step.observe and rules.prompt is not None and rules.prompt.carry is not None:
+            noting += 4 * every  # the attention that spans raise, beside what it was
         if step.has_key_columns:
             made = step.scratch
             if made and item < 4:  # keys in float32, and their product

@@ -147,6 +147,22 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
 EVEN = [20, 20, 20]
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_the_first_earlier_rows_are_those_of_the_first_positions(listed: bool) -> None:
+    """In any order, and fewer in a head that has lost some."""
+    pos = torch.tensor([[3, 0, -1, 1], [5, -1, 2, 4]])
+    column, index = torch.randn(8, 2), torch.arange(8).view(2, 4)
+    key = column if listed else column.view(2, 4, 2)
+    tables = (index[:, 0], index[:, 0], index[:, 0])
+    held = EarlierRows(index, pos, key, key, listed, (column, column, pos), tables, False)
+    for count, want in ((2, [[0, 1], [-1, -1]]), (9, [[0, 1, 3, -1], [2, 4, 5, -1]])):
+        found, at = held.first(count)
+        assert at.tolist() == want
+        for head, place in (at >= 0).nonzero().tolist():
+            row = index[head, pos[head] == at[head, place]]
+            assert found[head, place].equal(column[row][0])
+
+
 @pytest.mark.parametrize("kv", [None, torch.int8])
 @pytest.mark.parametrize(
     ("layer", "capacity", "lengths", "free"),

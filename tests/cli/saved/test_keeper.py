@@ -802,6 +802,22 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
         assert read("one").turns == tuple(session.turns)
 
 
+def test_an_error_of_a_replacement_that_was_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a network may report one; the next save is no other minikv's."""
+    session, real = talked(), os.replace
+    one = saved(session)
+
+    def late(*given: Any) -> None:
+        real(*given)
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "replace", late)
+    for count in (3, 4):
+        say(session, "more")
+        one.save(session)
+        assert len(read("one").turns) == count
+
+
 def test_a_chat_that_can_only_be_read_is_opened(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
