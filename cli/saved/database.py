@@ -147,9 +147,9 @@ class ChatFile:
         return [row[1:-1] for row in found]
 
     def write(self, rows: Mapping[str, Iterable[Sequence[str | bytes]]], same: int = 0) -> None:
-        """Save these rows; after an error, the file has not changed. same: how many turns at the
-        beginning are taken from the file. Raises OSError, and UsageError if another process has
-        saved the chat meanwhile."""
+        """Save these rows. After an error, the chat's file is the old one or the new one, whole.
+        same: how many turns at the beginning are taken from the file. Raises OSError, and
+        UsageError if another process has saved the chat meanwhile."""
         # The file stays open here, so that no other one can have the same number.
         if not os.path.samestat(os.lstat(self._path), self._stat):
             raise UsageError(
