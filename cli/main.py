@@ -82,6 +82,7 @@ _GONE = {
     "report": "minikv chat --resume NAME, then /export report.html",
     "verify": "hf cache verify NAME compares the files of a model in the hub's cache",
     "config path": "`minikv config show` says which file each value comes from",
+    "config show --json": "`minikv config show` prints one line for each setting",
     "chats --json": "`minikv chats` prints one line for each chat, which a pipe gets uncut",
     "chats show --json": "minikv chat --resume NAME, then /export chat.json",
     "cache --json": "`minikv cache` prints one line for each prompt, which a pipe gets uncut",

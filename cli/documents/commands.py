@@ -42,7 +42,7 @@ def _add(context: Context, arguments: list[str]) -> None:
     for note in notes:
         terminal.say(note)
     texts = attach(session, texts, terminal)
-    if notes:
+    if notes and texts:
         characters = sum(len(text.text) for text in texts)
         terminal.say(
             f"{amount(len(texts), 'document')}: {amount(characters, 'character')}, read with your "
