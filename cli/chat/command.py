@@ -117,11 +117,12 @@ def chat(
             read_line = _after(first, read_line, terminal)
         code = converse(context, read_line, typed=typed)
     finally:
-        keeper.keep(session)  # a signal may have come before that
+        whole = keeper.kept(session) is not None  # a signal may have come before it was saved
         session.recall.leave()
         keeper.close()
         if keeper.saved and keeper.name:
-            terminal.note(f"minikv chat --resume {keeper.name} continues this chat")
+            state = "" if whole else ", as it was last saved"
+            terminal.note(f"minikv chat --resume {keeper.name} continues this chat{state}")
     if code and not typed:
         raise typer.Exit(code)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.report import size
 from minikv.cli.saved import commands
 from minikv.cli.saved.commands import age
+from minikv.cli.saved.database import ChatFile
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen.text import clean
 from minikv.cli.settings.config import SETTINGS
@@ -207,7 +209,9 @@ def test_ages() -> None:
 
 
 # -- the chat itself ------------------------------------------------------------------------
-def test_leaving_says_how_to_come_back(world: World, document: str, home: Path) -> None:
+def test_leaving_says_how_to_come_back(
+    world: World, document: str, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = world.run("chat", document, input="Who runs it?\n")
     (name,) = os.listdir(home)
     assert result.stderr.splitlines()[-1] == f"minikv chat --resume {name} continues this chat"
@@ -220,6 +224,15 @@ def test_leaving_says_how_to_come_back(world: World, document: str, home: Path) 
     lines = world.run("chat", "--resume=", input="").stderr.splitlines()
     assert lines[0].split(": ")[1].startswith("2 turns, resumed in ")
     assert lines[2:] == ["  report.txt: 23 characters", "› And why?", said[-1]]
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "the disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChatFile, "write", full)
+        lines = world.run("chat", document, input="Who runs it?\nWhy?\n").stderr.splitlines()
+    assert lines[-1].endswith("continues this chat, as it was last saved")
+    assert any("it continues unsaved" in line for line in lines)
 
 
 @pytest.mark.parametrize(
