@@ -404,6 +404,11 @@ def _fixed(plan: Plan, setup: Setup, staged: int | None) -> int:
     return found
 
 
+def _sets_columns(step: StepPolicy) -> bool:
+    """Whether the policy sets columns at the end of a prompt."""
+    return type(step).init is not StepPolicy.init or step.has_key_columns
+
+
 def _keys(rows: int, setup: Setup) -> int:
     """Bytes of the keys of `rows` rows of every head, in the network's dtype."""
     return setup.shape.kv_heads * rows * setup.shape.head_dim * setup.dtype.itemsize
@@ -453,7 +458,7 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
     if early and not even and sums:  # keys of the head whose attention is added
         scoring = early * size * item
     if step is not None:
-        if type(step).init is StepPolicy.init and not step.has_key_columns:
+        if not _sets_columns(step):
             before = 0  # they stay as they are
         before += 4 * every if step.observe else 0
         noting = (step.scratch + state) * every
@@ -564,7 +569,7 @@ def _twice(plan: Plan, setup: Setup, state: int, *, in_file: bool) -> int:
     early = plan.before.held.held.max(1).values.sum()
     rows = heads * (int(early) + shape.layers * plan.tokens)
     noted = 0
-    if rules.step is not None:
+    if rules.step is not None and _sets_columns(rules.step):
         noted = rows * sum(dtype.itemsize for dtype in rules.step.columns.values())
     scores = 4 * shape.layers * heads * plan.tokens
     chosen = replace(plan, given=plan.tokens)

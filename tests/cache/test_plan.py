@@ -197,6 +197,7 @@ CASES: list[Case] = [
     *((name, "none", 0, None, NOTHING, heads, 300, torch.bfloat16) for name, heads in BFLOAT16),
     ("global-span", "none", 0, torch.int8, NOTHING, (8, 1), 300, torch.bfloat16),
     ("snapkv", "l2", 0, None, NOTHING, (8, 1), 300, torch.bfloat16),  # no copy of keys in float32
+    ("kvzip", "rkv", 0, None, NOTHING, (2, 4), 300, torch.bfloat16),  # its columns start empty
     ("l2+span", "roco", 0, None, NOTHING, (8, 1)),  # what `Span` keeps for all layers
 ]
 
