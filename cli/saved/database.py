@@ -132,6 +132,12 @@ class ChatFile:
             os.close(self._handle)
         self._db = self._handle = None
 
+    def refresh(self) -> None:
+        """Open the chat's present file, if another process has replaced it. Raises `DAMAGE`."""
+        with contextlib.suppress(OSError):  # it was removed; the old one can still be read
+            if not os.path.samestat(os.lstat(self._path), self._stat):
+                self._connect()
+
     def rows(self, table: str) -> list[Any]:
         """The values of each row of one of `TABLES`, in order. Raises `DAMAGE`."""
         kinds = [bytes if column in _BINARY else str for column in TABLES[table]]

@@ -153,6 +153,8 @@ class Keeper:
             if mine is None and is_old(chats_folder() / name):
                 # What is refused is not converted.
                 self._differs(session, read(name), reread=reread, spare=False)
+            if mine is not None:
+                mine.refresh()
             file = mine or undone.enter_context(contextlib.closing(held(name)))
             saved, rows = read_from(name, file.rows), None
             if not reread:
