@@ -53,13 +53,23 @@ def test_stdout_has_the_answer_and_one_newline(
     assert not {"\x1b", "\r"} & {*result.output}
 
 
-@pytest.mark.parametrize(("why", "kind"), [(None, "none"), ("it reads everything twice", "file")])
+@pytest.mark.parametrize(
+    ("why", "words", "kind"),
+    [
+        (None, "FILE --remember off", "none"),
+        ("it reads everything twice", "FILE --remember off", "file"),
+        (None, "FILE --remember off --check on", "file"),
+        (None, "-c", "file"),
+    ],
+)
 def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
-    world: World, document: str, why: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+    world: World, document: str, why: str | None, words: str, kind: str
 ) -> None:
-    """There is no later question for which all that was read could be kept."""
-    monkeypatch.setattr(Rules, "cannot_recall", why)
-    world.ok("ask", "Who?", document, "--tier", "file", "--remember", "off")
+    """There is no later question for which all that was read could be kept, but for --check, and in
+    a chat that goes on."""
+    world.ok("ask", "Where?", document)
+    world.patch.setattr(Rules, "cannot_recall", why)
+    world.ok("ask", "Who?", *words.replace("FILE", document).split(), "--tier", "file")
     assert world.session.recall.kind == kind
 
 

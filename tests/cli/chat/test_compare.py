@@ -399,6 +399,8 @@ def test_same_as_full(tokens: str, full: str, said: str) -> None:
     [
         (41.79, 40.0, 16, ", x1.04 of full"),
         (39.9, 40.0, 16, ", x0.99 of full"),
+        (39.9999, 40.0, 16, ", x0.99 of full"),
+        (40.8, 40.0, 16, ", x1.02 of full"),
         (40.0, 40.0, 99, ", x1.00 of full"),
         (41.8, 40.0, 15, ""),
         (41.8, None, 16, ""),

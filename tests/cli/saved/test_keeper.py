@@ -141,6 +141,12 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     one.keep(session)
     one.close()
     assert (os.listdir(home), one.name) == ([], None)
+    say(session, "Yet another")
+    one.keep(session)
+    other = talked()  # its number is lower, and it is another conversation all the same
+    one.keep(other)
+    one.close()
+    assert sorted(entry.turns for entry in listing()) == [1, 2]
 
 
 def test_a_chat_of_an_earlier_version_opens(home: Path) -> None:

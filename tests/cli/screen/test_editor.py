@@ -394,14 +394,16 @@ def test_history_survives_damage_and_is_its_users_alone(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "pipe with a reader"])
 def test_history_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str) -> None:
     other, path = tmp_path / "other", tmp_path / "history"
     other.write_text("+secret\n")
     path.symlink_to(other) if kind == "link" else os.mkfifo(path)
+    reader = os.open(path if "reader" in kind else other, os.O_RDONLY | os.O_NONBLOCK)
     assert isinstance(editor.history_in(path), InMemoryHistory)
     editor.HistoryFile(path).store_string("new")  # it was put there while the chat ran
-    assert other.read_text() == "+secret\n"
+    assert os.read(reader, 99) == (b"" if "reader" in kind else b"+secret\n")
+    os.close(reader)
 
 
 def app(running: bool, done: bool = False) -> Any:
