@@ -300,23 +300,6 @@ def changed(origins: dict[str, str]) -> dict[str, str]:
     return {name: origin for name, origin in origins.items() if origin != "default"}
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("save a b", "/save takes one name"),
-        ("save ../x", "cannot be the name"),
-        ("load a b", "/load takes a name"),
-        ("load --reread", "/load takes a name"),
-        ("load --reread --reread x", "/load takes a name"),
-        ("load nope", "no saved chat 'nope'"),
-    ],
-)
-def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -> None:
-    real.ask("Who?")
-    assert said in real.refused(line)
-    assert len(real.session.turns) == 1
-
-
 def test_save_and_load(real: Talk) -> None:
     real.ask("Who?")
     _, err = real.run("save mine")

@@ -206,6 +206,19 @@ def test_the_block_under_construction_is_seen_and_its_rows_alone_are_taken_back(
     assert window.lines()[:6] == [*rows, "", "Next"]
 
 
+def test_a_block_that_was_under_way_is_shown_again_when_the_answer_goes_on() -> None:
+    (_, whole), (_, first), (_, code), (_, fresh) = (opened(60, colour=False) for _ in range(4))
+    styles, table = re.compile(r"\x1b\[[\d;]*[A-Za-z]"), "| a | b |\n|---|---|\n| 1 |"
+    whole.push("# Head\n\nOne two **thr")
+    assert styles.sub("", first.resume("# Head\n\nOne two **thr")) == "One two **thr"
+    assert first.push("ee** four.\n\n- a") == whole.push("ee** four.\n\n- a")
+    assert code.resume("Text:\n\n```py\nx = 1\ny") == ""
+    assert code.push(" = 2\n```\n").startswith(" = 2\n")
+    assert opened(60, colour=False)[1].resume("done.\n\n") == ""
+    assert styles.sub("", fresh.resume(f"So:\n\n{table}")) == table
+    assert "│" in fresh.push(" 2 |\n\nEnd")  # the whole table, formatted
+
+
 WIDTHLESS = re.compile("[\u200d\ufe0f\u20e3]")
 EMOJI = ["👩‍🚀", "👨‍👩‍👧‍👦", "❤️‍🔥", "🏳️‍🌈", "👩🏽‍💻", "🇨🇭", "☝🏽", "❤️", "👍🏽", "1️⃣"]
 
