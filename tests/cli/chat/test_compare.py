@@ -17,6 +17,7 @@ from lettered import lettered
 from pairwise import pairwise, some_by_day
 from refusals import refused
 from small_chat import reported, scripted
+from tables import table
 from test_kept import HOSTILE, STORY, chat, network
 from typed import context, on_screen
 
@@ -126,17 +127,14 @@ def test_a_tier_gives_what_reading_again_gives(
     untouched.recall.leave()
 
 
-def test_an_int8_tier_is_not_compared_with() -> None:
-    """Its rows are not those that reading gives."""
+def test_a_tier_that_is_damaged_or_int8_is_read_around() -> None:
+    """The rows of an int8 one are not those that reading gives."""
     eviction = EvictionConfig.read("adakv", budget="48")
     session = lettered(eviction, tier="ram", tier_dtype="int8", reuse="recall")
     session.attach(STORY, "story.txt")
     list(session.ask("Who?", 5))
     assert session.recall.tokens
     assert not compare.beside(session, EvictionConfig.read("full")).recall.tokens
-
-
-def test_a_damaged_tier_is_read_around() -> None:
     session, clean = (with_tier("streaming", "file", 2, WINDOWS[0]) for _ in range(2))
     assert session.recall.file is not None
     handle = session.recall.file._files[0]
@@ -171,19 +169,13 @@ def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> No
     assert "the question before it and its answer are in none" in " ".join(err.split())
 
 
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Run]]]:
-    """What comparisons would have shown."""
-    made: list[tuple[str, list[Run]]] = []
-    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: made.append((q, runs)) or "")
-    return made
-
-
-def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[str, list[Run]]]) -> None:
+def test_runs_are_fresh_chats_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, list[Run]]] = []
+    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: shown.append((q, runs)) or "")
     session = asked("Who?")
     report = reported(session)
     compared(session)
-    question, (own, full) = tables[0]
+    question, (own, full) = shown[0]
     assert (question, own.label, full.label) == ("Who?", "adakv 48", "full")
     # The chat's own first answer, and that of a chat that evicts nothing.
     assert own.text == session.messages[-1].content
@@ -267,16 +259,14 @@ def test_policies_of_a_comparison() -> None:
     assert labels("snapkv") == ["snapkv 512", "full"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("sanpkv", "snapkv"),
-        ("snapkv budget=", "policies and budget=N, got 'budget='"),
-        ("snapkv window=4", "policies and budget=N, got 'window=4'"),
-        ("snapkv budget=many", "budget"),
-        ("snapkv budget=2", "too small for adakv"),
-    ],
-)
+@table("""
+    arguments          | said
+    sanpkv             | snapkv
+    snapkv budget=     | policies and budget=N, got 'budget='
+    snapkv window=4    | policies and budget=N, got 'window=4'
+    snapkv budget=many | budget
+    snapkv budget=2    | too small for adakv
+""")
 def test_bad_arguments_before_anything_runs(
     arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,19 +367,17 @@ def test_columns_or_blocks_fit(width: int, count: int) -> None:
     assert "bold" in text
 
 
-@pytest.mark.parametrize(
-    ("tokens", "full", "said"),
-    [
-        ("12", "12", "all 2 tokens"),
-        ("1", "1", "1 token"),
-        ("", "", "both are empty"),
-        ("13", "12", "first 1 of 2 tokens"),
-        ("12", "123", "first 2 of 3 tokens"),
-        ("123", "1", "first 1 of 1 token"),
-        ("9", "12", "none of 2 tokens"),
-        ("", "1", "none of 1 token"),
-    ],
-)
+@table("""
+    tokens | full | said
+    12     | 12   | all 2 tokens
+    1      | 1    | 1 token
+           |      | both are empty
+    13     | 12   | first 1 of 2 tokens
+    12     | 123  | first 2 of 3 tokens
+    123    | 1    | first 1 of 1 token
+    9      | 12   | none of 2 tokens
+           | 1    | none of 1 token
+""")
 def test_same_as_full(tokens: str, full: str, said: str) -> None:
     assert compare.same_as(tuple(map(int, tokens)), tuple(map(int, full))) == said
 
