@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -701,43 +702,26 @@ def test_a_file_that_cannot_be_opened_after_a_save_is_not_damaged(
     assert read("one").turns == tuple(session.turns)
 
 
-def opening(home: Path) -> tuple[Callable[[], object], set[int]]:
-    """A chat of an earlier version is opened."""
-    shutil.copytree(OLD, home / "one")
-    return lambda: held("one").close(), {2}
-
-
-def saving(home: Path) -> tuple[Callable[[], object], set[int]]:
-    """A chat of two turns is saved with a third."""
-    session = talked()
-    one = saved(session)
-    say(session, "three")
-    one.close()
-    return lambda: one.save(session), {2, 3}
-
-
-def creating(home: Path) -> tuple[Callable[[], object], set[int]]:
-    """A chat of two turns is saved for the first time."""
-    session = talked()
-    return lambda: saved(session), {0, 2}
-
-
-@pytest.mark.parametrize("begun", [opening, saving, creating])
+@pytest.mark.parametrize("begun", ["opening", "saving", "creating"])
 @pytest.mark.parametrize(
     "fatal", [errno.ENOSPC, signal.SIGKILL, pytest.param(errno.EIO, marks=pytest.mark.soak)]
 )
 def test_every_system_call_may_be_the_last(
-    home: Path,
-    begun: Callable[[Path], Any],
-    fatal: int,
-    monkeypatch: pytest.MonkeyPatch,
-    part: float,
+    home: Path, begun: str, fatal: int, monkeypatch: pytest.MonkeyPatch, part: float
 ) -> None:
     """The call fails, and all after it, or the process is killed before it. The chat on disk is the
     old one or the new one, whole. By day every third call."""
     monkeypatch.setattr(stopping, "refuse_fork", lambda: None)  # nothing is computed there
-    act, turns = begun(home)
-    one, whole = home / "one", home / "whole"
+    one, whole, session = home / "one", home / "whole", talked()
+    act, turns = partial[Any](saved, session), {0, 2}
+    if begun == "opening":  # a chat of an earlier version
+        shutil.copytree(OLD, one)
+        act, turns = partial(lambda: held("one").close()), {2}
+    elif begun == "saving":  # a third turn
+        mine = saved(session)
+        say(session, "three")
+        mine.close()
+        act, turns = partial(mine.save, session), {2, 3}
     if one.exists():
         shutil.copytree(one, whole)
     for at in range(1 + (fatal == errno.ENOSPC), 200, 1 if part == 1 else 3):
