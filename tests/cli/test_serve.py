@@ -26,6 +26,7 @@ import pytest
 from fakes import FakeEngine
 from serving import Served, content, deltas, read
 from small_chat import chat, scripted
+from tables import table
 from typed import fails, fake_chat, invoke
 
 from minikv.chat.recall import Recall
@@ -200,11 +201,7 @@ def test_how_an_answer_is_written_is_as_of_ask(toy: Served) -> None:
 
 # -- what is refused -------------------------------------------------------------------------
 SAY = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}]}
-
-
 PART = "messages[0].content[0] must be a part of type text"
-
-
 _UNKNOWN = {"functions": [{}], "response_format": {"type": "json_object"}, "logprobs": True}
 _UNKNOWN |= {"logit_bias": {"5": 1}}
 
@@ -414,19 +411,17 @@ def test_limits_of_a_connection(
 
 
 # -- the command -----------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        ("--host 0.0.0.0", 2, "--host 0.0.0.0 lets other machines ask, and there is no API key"),
-        ("--host no.such.host.invalid --api-key k", 1, "cannot listen at no.such.host.invalid"),
-        ("--port 99999", 2, "--port"),
-        ("--port TAKEN", 1, "Address already in use"),
-        ("--policy best", 2, "best"),
-    ],
-)
-def test_what_cannot_be_served_is_one_line(toy: Served, flags: str, code: int, words: str) -> None:
+@table("""
+    flags                                   | code | words
+    --host 0.0.0.0 | 2 | --host 0.0.0.0 lets other machines ask, and there is no API key
+    --host no.such.host.invalid --api-key k | 1 | cannot listen at no.such.host.invalid
+    --port 99999                            | 2 | --port
+    --port TAKEN                            | 1 | Address already in use
+    --policy best                           | 2 | best
+""")
+def test_what_cannot_be_served_is_one_line(toy: Served, flags: str, code: str, words: str) -> None:
     done = invoke("serve", *flags.replace("TAKEN", str(toy.port)).split())
-    fails(done, code, words)
+    fails(done, int(code), words)
     assert done.stdout == ""
 
 

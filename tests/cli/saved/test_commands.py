@@ -19,7 +19,7 @@ from refusals import refused
 from small_chat import chat, reported, say
 from tables import table
 from talk import Talk, make
-from test_keeper import keeper, talked
+from test_keeper import keeper, saved, talked
 from tiers import recalling
 from typed import World, fails, invoke
 from typer.testing import Result
@@ -37,16 +37,9 @@ from minikv.cli.settings.config import SETTINGS
 def two(home: Path) -> Path:
     """Two saved chats, `thesis` the newer."""
     for at, name in enumerate(("budget-talk", "thesis")):
-        put(home, name, 1000.0 + at)
+        saved(talked(), name).close()
+        os.utime(home / name / "chat.db", (1000 + at, 1000 + at))
     return home
-
-
-def put(home: Path, name: str, at: float) -> None:
-    """A chat that was saved last at this time."""
-    one = keeper()
-    one.save(talked(), name)
-    one.close()
-    os.utime(home / name / "chat.db", (at, at))
 
 
 def run(*arguments: str) -> Result:
@@ -276,12 +269,12 @@ def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
     run = {"model", "revision", "dtype", "kv", "weights"}
     from_chat = dict.fromkeys(held | own, "chat mine")
     assert changed() == {**from_chat, "temperature": "--temperature"}
-    saved, session = read("mine"), real.session
-    assert commands.origins_of(session, saved, ()) == dict.fromkeys(held | own | run, "chat mine")
-    stated = set(commands.origins_of(session, saved, {"seed", "model"}))
+    mine, session = read("mine"), real.session
+    assert commands.origins_of(session, mine, ()) == dict.fromkeys(held | own | run, "chat mine")
+    stated = set(commands.origins_of(session, mine, {"seed", "model"}))
     assert stated == (held | own | run) - {"seed", "model", "revision"}
     for name in ("budget", "policy"):
-        assert {*commands.origins_of(session, saved, {name})} == (held | own | run) - {name}
+        assert {*commands.origins_of(session, mine, {name})} == (held | own | run) - {name}
         session.configure(EvictionConfig.read("snapkv", budget=48))
 
 

@@ -681,9 +681,9 @@ def test_an_error_of_the_disk_is_not_another_process(calls: tuple[str, ...]) -> 
         assert read("one").turns == tuple(session.turns)
 
 
-def test_a_file_that_cannot_be_opened_after_a_save_is_not_damaged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_whose_end_goes_wrong_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file cannot be opened after it, or a network reports an error of a replacement that was
+    made; the next save is no other minikv's."""
     session = talked()
     one = saved(session)
     say(session, "more")
@@ -700,6 +700,17 @@ def test_a_file_that_cannot_be_opened_after_a_save_is_not_damaged(
     say(session, "and more")
     one.save(session)
     assert read("one").turns == tuple(session.turns)
+    replaced = os.replace
+
+    def late(*given: Any) -> None:
+        replaced(*given)
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "replace", late)
+    for count in (5, 6):
+        say(session, "more")
+        one.save(session)
+        assert len(read("one").turns) == count
 
 
 @pytest.mark.parametrize("begun", ["opening", "saving", "creating"])
@@ -790,22 +801,6 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
         one.keep(session)
         assert len(made) == count
         assert read("one").turns == tuple(session.turns)
-
-
-def test_an_error_of_a_replacement_that_was_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a network may report one; the next save is no other minikv's."""
-    session, real = talked(), os.replace
-    one = saved(session)
-
-    def late(*given: Any) -> None:
-        real(*given)
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-
-    monkeypatch.setattr(os, "replace", late)
-    for count in (3, 4):
-        say(session, "more")
-        one.save(session)
-        assert len(read("one").turns) == count
 
 
 def test_a_chat_that_can_only_be_read_is_opened(

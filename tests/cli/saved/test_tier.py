@@ -444,16 +444,6 @@ for turn in range(10_000):
 """
 
 
-def killed(home: Path, after: float) -> ChatSession:
-    """A process that talks is killed so many seconds after it has begun; then the chat is taken
-    up."""
-    with forked.Piped(*PATHS, code=_TALKER) as process:
-        assert process.stdout.readline() == b"begun\n"
-        time.sleep(after)
-        process.send_signal(signal.SIGKILL)
-    return resumed("one")[1]
-
-
 @pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_killed_chat_is_its_last_complete_turn(
     home: Path, count: int, capsys: pytest.CaptureFixture[str]
@@ -462,7 +452,11 @@ def test_a_killed_chat_is_its_last_complete_turn(
     answer is that of a chat that reads all of it."""
     given = []
     for i in range(count):
-        session = killed(home, i / (count - 1))  # seconds
+        with forked.Piped(*PATHS, code=_TALKER) as process:
+            assert process.stdout.readline() == b"begun\n"
+            time.sleep(i / (count - 1))
+            process.send_signal(signal.SIGKILL)
+        _, session = resumed("one")
         assert capsys.readouterr().err == ""  # nothing is damaged
         saved = read("one")
         assert session.turns == list(saved.turns)

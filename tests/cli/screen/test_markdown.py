@@ -91,8 +91,6 @@ def area(r: float) -> float:  # a note
     return 3.14 * r if r else "none"
 ```
 '''
-
-
 FAMILY = "\N{MAN}\u200d\N{WOMAN}\u200d\N{GIRL}"
 TABLE = "| name | value |\n|:--|--:|\n| alpha | **1** |\n| beta gamma | 22 |\n"
 LISTED = "1. this:\n   ```sh\n   ls  -l\n   ```\n   and {0}so{0}"
@@ -299,8 +297,6 @@ def test_colours_never_change_code(kind: str, text: str) -> None:
 
 
 # -- the window ------------------------------------------------------------------------------
-
-
 def test_a_resize_or_another_writer_leaves_the_block_and_sets_the_next() -> None:
     window, answer = opened()
     window.feed(answer.push("**first** " + "word " * 20))
@@ -327,8 +323,6 @@ def test_wide_characters_and_joined_ones_are_counted_as_the_widest_terminal_does
 
 
 UNIQUE = "q{}z"
-
-
 MARKED = "{}|{}|{}|**{}**|*{}*|`{}`|~~{}~~|[{}](http://l.k)|漢{}字|<b>{}|**{}|{}\\*|é{}…".split("|")
 KINDS = "text head list loose quote table fence rule code lines".split()
 

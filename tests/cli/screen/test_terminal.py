@@ -30,23 +30,23 @@ Use = Callable[..., tuple[Any, Any, Any]]
 def streams(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Makes a Terminal, with stdout and stderr that are none. To be called in the test, as pytest
     has streams of its own for a fixture."""
-    return partial(_use, monkeypatch, io.StringIO)
+
+    def begin(kind: type[io.StringIO] = io.StringIO, **given: bool) -> tuple[Any, ...]:
+        out, err = kind(), kind()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        return Terminal(**given), out, err
+
+    return begin
 
 
 @pytest.fixture
-def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
+def screens(monkeypatch: pytest.MonkeyPatch, streams: Use) -> Use:
     """The same on a terminal of 40 columns that takes escape sequences."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return partial(_use, monkeypatch, Tty)
-
-
-def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO], **given: bool) -> tuple[Any, ...]:
-    made = kind(), kind()
-    for name, stream in zip(("stdout", "stderr"), made, strict=True):
-        patch.setattr(sys, name, stream)
-    return Terminal(**given), *made
+    return partial(streams, Tty)
 
 
 # -- characters -----------------------------------------------------------------------------------
