@@ -16,11 +16,10 @@ from forked import Forked
 from lettered import lettered
 from pairwise import pairwise
 from refusals import refused
-from small_chat import chat, reported, say
+from small_chat import chat, reported
 from tables import table
 from talk import Talk, make
 from test_keeper import keeper, saved, talked
-from tiers import recalling
 from typed import World, fails, invoke
 from typer.testing import Result
 
@@ -366,15 +365,3 @@ def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     question = read - (int(again[1].replace(",", "")) if again else 0)
     assert 0 < question < 60 < seen
     second.session.recall.leave()
-
-
-@pytest.mark.parametrize("kind", ["ram", "none"])
-def test_reading_again_is_said_where_it_happens(kind: str) -> None:
-    """As after /retry under another policy, which has the next question choose anew."""
-    session = recalling(kind)
-    session.attach("The mill is run by Ada. " * 8)
-    say(session, "Who?")
-    session.refresh()
-    told, read = session.reads_again, len(session.fed)
-    say(session, "When?")
-    assert (told, session.report.reuse) == ((0, "recall") if kind == "ram" else (read, "refresh"))
