@@ -434,11 +434,16 @@ def test_long_answers_cost_little() -> None:
 
 # -- the terminal around it ------------------------------------------------------------------
 CHILD = """
-import signal, termios, os
+import os, signal, sys, termios
+from minikv.cli.screen.keyboard import unechoed
 from minikv.cli.screen.terminal import Terminal
 terminal = Terminal()
-def echo():
-    return bool(termios.tcgetattr(1)[3] & termios.ECHO)
+def echo(on=None):
+    mode = termios.tcgetattr(1)
+    if on is not None:
+        mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
+        termios.tcsetattr(1, termios.TCSANOW, mode)
+    return bool(mode[3] & termios.ECHO)
 before = echo()
 with terminal.answering():
     for piece in ("Some **bo", "ld** text"):
@@ -450,43 +455,27 @@ with terminal.answering():
         terminal.answer(piece)
     terminal.end_answer()
 print(before, inside, echo(), "done")
-"""
-
-
-@pytest.mark.parametrize("resumed", ["", "1"])
-def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
-    env = {"TERM": "xterm", "RESUME": resumed}
-    with closing(Terminals([sys.executable, "-c", CHILD], env)) as child:
-        child.until("True False True done")
-    window = Window()
-    window.stream.feed(child.seen)
-    first = "Some **bold** text" if resumed else "Some bold text"
-    assert window.text().startswith(f"{first}\n\nnext\nTrue")
-
-
-BACKGROUND = """
-import os, signal, sys, termios
-from minikv.cli.screen.keyboard import unechoed
-def echo(on=None):
-    mode = termios.tcgetattr(1)
-    if on is not None:
-        mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
-        termios.tcsetattr(1, termios.TCSANOW, mode)
-    return bool(mode[3] & termios.ECHO)
 echo(False)
 with unechoed(sys.stdout):
     echo(True)
     os.kill(os.getpid(), signal.SIGCONT)
     inside = echo()
-print(inside, echo(), "done")
+print(inside, echo(), "in front")
 """
 
 
-def test_echo_that_a_shell_switched_on_is_left_on() -> None:
+@pytest.mark.parametrize("resumed", ["", "1"])
+def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
     """A chat that began in the background of a line editor saw echo off; the shell switches it on
-    before the chat comes to the front."""
-    with closing(Terminals([sys.executable, "-c", BACKGROUND], {"TERM": "xterm"})) as child:
-        child.until("False True done")
+    before the chat comes to the front, and then it is left on."""
+    env = {"TERM": "xterm", "RESUME": resumed}
+    with closing(Terminals([sys.executable, "-c", CHILD], env)) as child:
+        child.until("True False True done")
+        child.until("False True in front")
+    window = Window()
+    window.stream.feed(child.seen)
+    first = "Some **bold** text" if resumed else "Some bold text"
+    assert window.text().startswith(f"{first}\n\nnext\nTrue")
 
 
 _HOSTILE = (
