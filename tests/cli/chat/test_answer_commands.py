@@ -321,7 +321,6 @@ def test_the_same_answer_is_one_line_others_are_shown(
     verified(session)
     err = capsys.readouterr().err
     assert re.search("(?s)the answer:\n.*from all that was read:\n", err)
-    assert session.verified is not None
     assert f"the same: {session.verified.same} token" in err
     assert all(char.isprintable() or char == "\n" for char in err)
     session = asked(budget=1000)
@@ -399,7 +398,6 @@ def test_check_stops_when_something_is_typed(
 
     monkeypatch.setattr(terminal, "keyboard", SimpleNamespace(waiting=typed))
     check(session, terminal, Interrupts())
-    assert session.verified is not None
     assert (steps, len(session.verified.tokens), session.report) == (3, 3, before)
     assert capsys.readouterr().err == ""
 

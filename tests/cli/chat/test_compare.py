@@ -18,7 +18,7 @@ from pairwise import pairwise, some_by_day
 from refusals import refused
 from small_chat import reported, scripted
 from tables import table
-from test_kept import HOSTILE, STORY, chat, network
+from test_kept import HOSTILE, STORY, chat
 from typed import context, on_screen
 
 from minikv.cache.arena import Arena
@@ -136,7 +136,6 @@ def test_a_tier_that_is_damaged_or_int8_is_read_around() -> None:
     assert session.recall.tokens
     assert not compare.beside(session, EvictionConfig.read("full")).recall.tokens
     session, clean = (with_tier("streaming", "file", 2, WINDOWS[0]) for _ in range(2))
-    assert session.recall.file is not None
     handle = session.recall.file._files[0]
     session.recall.file.sync()
     for at in range(3 * 4096, os.fstat(handle).st_size, 64):  # behind the header and commits
@@ -411,7 +410,7 @@ def test_how_much_faster_than_full(
 
 
 def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    session = asked(name=None, net=network((None, 40, None)))
+    session = asked(name=None, windows=(None, 40, None))
     list(session.ask("Who?", 3))
     compared(session)
     assert "nothing evicted" in capsys.readouterr().err

@@ -360,7 +360,6 @@ def test_a_full_disk_is_said_at_the_beginning(home: Path, monkeypatch: pytest.Mo
 def test_a_disk_that_becomes_full_costs_the_tier(call: str) -> None:
     keeper, session = asked()
     keeper.keep(session)
-    assert session.recall.file is not None
     session.recall.file.sync()
     notes: list[str] = []
     with patch.object(os, call, full):
@@ -468,8 +467,6 @@ def test_a_killed_chat_is_its_last_complete_turn(
         assert session.fed[: len(before)] == before
         assert want.reports[-1].reuse == "refresh"
         rows, exact = session.recall.file, want.recall.tier
-        assert rows
-        assert exact
         for layer in range(2):
             for name, column in rows.read(layer, rows.rows).items():
                 other = exact.rows.read(layer, rows.rows)[name]
