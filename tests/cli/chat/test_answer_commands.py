@@ -458,6 +458,7 @@ def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk, real: 
 
 
 def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
+    """A seed goes to a policy that draws unless it has its own."""
     first = real.ask("Who?")
     fed, own = list(real.session.fed), real.session.eviction
     _, err = real.run("retry --policy streaming --budget=40")
@@ -471,6 +472,15 @@ def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
     _, err = real.run("retry --seed 5")
     assert err.splitlines()[0].endswith("seed 5")
     assert (real.session.reports[-1].seed, real.session.seed) == (5, 0)
+    for own_settings, line, seed in (
+        (None, "retry --policy random --seed 3", 3),
+        ({}, "retry --seed 4", 4),
+        ({"options": {"seed": 9}, "seed": 4}, "retry --seed 5", 9),
+    ):
+        if own_settings is not None:
+            real.session.configure(EvictionConfig.read("random", budget=48, **own_settings))
+        real.run(line)
+        assert real.session.reports[-1].policy_options["seed"] == seed
 
 
 @pytest.mark.parametrize("reuse", ["once", "auto"])
@@ -509,19 +519,6 @@ def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> Non
     assert real.run("retry")[0] == first
     real.session.reset()
     assert render.policy_line(real.session) == "full: nothing is evicted"
-
-
-def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) -> None:
-    real.ask("Who?")
-    for own, line, seed in (
-        (None, "retry --policy random --seed 3", 3),
-        ({}, "retry --seed 4", 4),
-        ({"options": {"seed": 9}, "seed": 4}, "retry --seed 5", 9),
-    ):
-        if own is not None:
-            real.session.configure(EvictionConfig.read("random", budget=48, **own))
-        real.run(line)
-        assert real.session.reports[-1].policy_options["seed"] == seed
 
 
 @table("""

@@ -150,12 +150,26 @@ def test_a_tier_that_is_damaged_or_int8_is_read_around() -> None:
     assert "damaged" in answers[0].report.warnings[0]
 
 
-def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_running_chat_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is one more cache at a time."""
+    caches, real = list[Any](), compare.run
+
+    def watched(other: ChatSession, *given: Any) -> Run:
+        assert all(cache() is None or not cache().rows for cache in caches)
+        try:
+            return real(other, *given)
+        finally:
+            caches.append(weakref.ref(other.engine.kv.arena))
+
+    monkeypatch.setattr(compare, "run", watched)
     session, untouched = asked("Who?", "Why?"), asked("Who?", "Why?")
     for each in (session, untouched):
         each.attach("more", "later.txt")
     before, random = state(session), torch.get_rng_state()
     compared(session, "streaming", "h2o", "budget=56")
+    assert len(caches) == 4
     assert state(session) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert "".join(session.ask("Next?", 6)) == "".join(untouched.ask("Next?", 6))
@@ -216,23 +230,6 @@ def test_what_a_policy_reads_more_is_told_before_it_is_paid(
     assert "! full:" not in err
 
 
-def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = asked("Who?")
-    caches: list[Any] = []
-    real = compare.run
-
-    def watched(other: ChatSession, *given: Any) -> Run:
-        assert all(cache() is None or not cache().rows for cache in caches)
-        try:
-            return real(other, *given)
-        finally:
-            caches.append(weakref.ref(other.engine.kv.arena))
-
-    monkeypatch.setattr(compare, "run", watched)
-    compared(session, "streaming", "adakv")
-    assert len(caches) == 3
-
-
 # -- what is asked --------------------------------------------------------------------------
 def test_policies_of_a_comparison() -> None:
     session = asked("Who?")
@@ -277,7 +274,11 @@ def test_bad_arguments_before_anything_runs(
     assert state(session) == before
 
 
-def test_what_cannot_be_compared() -> None:
+def test_what_can_and_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    session = asked(name=None, windows=(None, 40, None))
+    list(session.ask("Who?", 3))
+    compared(session)
+    assert "nothing evicted" in capsys.readouterr().err
     session = chat("full", "none", eviction=EvictionConfig.read("full"))
     refused("no question", compared, session)
     list(session.ask("Who?", 2))
@@ -407,13 +408,6 @@ def test_how_much_faster_than_full(
     one, full = with_rate(one, own, tokens), with_rate(full, baseline, 16)
     assert compare.facts(one, full)["write"].endswith(said or ("d" if own is None else "s"))
     assert "of full" not in compare.facts(one, one)["write"]
-
-
-def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    session = asked(name=None, windows=(None, 40, None))
-    list(session.ask("Who?", 3))
-    compared(session)
-    assert "nothing evicted" in capsys.readouterr().err
 
 
 def test_the_count_on_the_live_line_goes_on_behind_thoughts() -> None:

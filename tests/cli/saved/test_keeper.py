@@ -325,13 +325,6 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
     assert questions(fresh) == ["Who owns\nthe mill?", "Why?"]
 
 
-def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path) -> None:
-    keeper(asks=True).keep_ask(talked(facts=model(tmp_path)))
-    other = chat(facts=model(tmp_path, weights=b"others"))
-    says = "the last ask does not belong to this run"
-    assert "without -c" in refused(says, take_up, other, database.LAST).hint
-
-
 @pytest.mark.parametrize(
     ("stated", "more"),
     [
@@ -430,19 +423,6 @@ def test_no_changed_bit_changes_a_chat(home: Path) -> None:
             met["nothing"] += 1
             assert state(fresh) == want
     assert all(met[what] > 2 for what in ("a page", "a value", "all", "nothing")), met
-
-
-def test_what_was_taken_back_is_not_left_in_the_file(home: Path) -> None:
-    session, one = talked(), keeper()
-    say(session, "hidden " * 100)
-    session.attach("secret " * 4000, "s.txt")
-    one.save(session, "one")
-    path = home / "one" / "chat.db"
-    assert all(word in path.read_bytes() for word in (b"secret", b"hidden"))
-    session.undo()
-    session.pending.clear()
-    one.save(session)
-    assert not any(word in path.read_bytes() for word in (b"secret", b"hidden"))
 
 
 def sql(statement: str) -> Callable[[Path], None]:
@@ -787,10 +767,11 @@ def _acted(act: Callable[[], object], at: int, fatal: int) -> int:
     return 0 if calls < at else 1
 
 
-def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a chat of 10,000 turns, that took seconds after each answer."""
-    session, one = talked(), keeper()
-    one.save(session, "one")
+def test_a_save_writes_what_changed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records of earlier turns are not made again: in a chat of 10,000 turns, that took seconds
+    after each answer. What was taken back is not left in the file."""
+    session = talked()
+    one = saved(session)
     made: list[object] = []
     real = TurnReport.to_dict
     monkeypatch.setattr(TurnReport, "to_dict", lambda self: made.append(self) or real(self))
@@ -801,6 +782,15 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
         one.keep(session)
         assert len(made) == count
         assert read("one").turns == tuple(session.turns)
+    say(session, "hidden " * 100)
+    session.attach("secret " * 4000, "s.txt")
+    one.save(session)
+    path = home / "one" / "chat.db"
+    assert all(word in path.read_bytes() for word in (b"secret", b"hidden"))
+    session.undo()
+    session.pending.clear()
+    one.save(session)
+    assert not any(word in path.read_bytes() for word in (b"secret", b"hidden"))
 
 
 def test_a_chat_that_can_only_be_read_is_opened(
@@ -829,8 +819,10 @@ def test_a_chat_that_can_only_be_read_is_opened(
 
 # -- settings and processes ---------------------------------------------------------------
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
+    """The last ask is refused to another model, with what to do."""
     session = talked(facts=model(tmp_path), pin_system=True)
     saved(session)
+    keeper(asks=True).keep_ask(session)
     settings = resumed(Settings(), "one", ())
     assert settings.model == str(tmp_path / "a")
     assert (settings.system, settings.seed, settings.pin_system) == ("be brief", 4, True)
@@ -839,6 +831,9 @@ def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     settings = resumed(stated, "one", {"model", "seed", "policy", "budget"})
     assert (settings.model, settings.revision, settings.seed) == ("x/y", None, 1)
     assert (settings.policy, settings.budget) == ("snapkv", "64")
+    other = chat(facts=model(tmp_path, weights=b"others"))
+    says = "the last ask does not belong to this run"
+    assert "without -c" in refused(says, take_up, other, database.LAST).hint
 
 
 def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:

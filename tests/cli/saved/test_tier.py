@@ -192,8 +192,11 @@ def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     assert unread(third, "Then?") == twin[1]
 
 
-def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
-    """And nothing where no tier or another number format was."""
+def test_memory_is_taken_where_it_was_asked_for(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing where no tier or another number format was. Where there is no memory, the chat is
+    loaded, says so, and answers as one that reads all of it."""
     twin = talked_on()
     talked()
     _, again = resumed("one", kind="ram")
@@ -203,6 +206,13 @@ def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
     for given in ({"kind": "none"}, {"given": ("tier_dtype",), "dtype": "int8"}):
         _, again = resumed("one", **given)
         assert again.recall.tier is None
+    assert capsys.readouterr().err == ""
+    with patch.object(RamRows, "reserve", failing(MemoryError())):
+        keeper, again = resumed("one", kind="ram")
+    assert "the tier cannot be used: out of memory" in capsys.readouterr().err
+    assert (keeper.name, len(again.turns), again.recall.tier) == ("one", 2, None)
+    assert FileRows.open(home / "one" / TIER).rows > 0  # nobody holds it
+    assert say(again, "And now?") == twin[0]
 
 
 def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> None:
@@ -407,10 +417,7 @@ def test_what_a_killed_process_left_is_removed(home: Path) -> None:
     talked()
     assert sorted(os.listdir(home)) == [".tier-fedcba9876543210.kv", ".tier-mine", "one"]
     other.close()
-
-
-def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
-    talked()
+    # The files are of one process at a time.
     code = f"{_BEGIN}keeper.load(session, 'one')"
     assert "is open in another minikv" in forked.run(*PATHS, code=code).err
     tier = FileRows.open(home / "one" / TIER, shared=True)
@@ -475,19 +482,3 @@ def test_a_killed_chat_is_its_last_complete_turn(
         end()
         shutil.rmtree(home)
     assert max(given) > len(MILL)
-
-
-def test_a_tier_without_memory_is_done_without(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The chat is loaded, says so, and answers as one that reads all of it."""
-    talked("ram")
-    end()
-    keeper, session = start("ram")
-    with patch.object(RamRows, "reserve", failing(MemoryError())):
-        keeper.load(session, "one")
-    assert "the tier cannot be used: out of memory" in capsys.readouterr().err
-    assert (keeper.name, len(session.turns), session.recall.tier) == ("one", 2, None)
-    assert FileRows.open(home / "one" / TIER).rows > 0  # nobody holds it
-    want = talked_on("ram")
-    assert say(session, "And now?") == want[0]
