@@ -281,27 +281,25 @@ def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
         assert keeper.name == "two"
 
 
-def test_a_fork_that_fails_changes_nothing(home: Path) -> None:
+@pytest.mark.parametrize(
+    ("owner", "call", "saved"),
+    [(keepers, "renew", False), (keepers, "renew", True), (os, "posix_fallocate", True)],
+)
+def test_a_save_that_fails_leaves_the_chat_and_its_tier(
+    home: Path, owner: object, call: str, saved: bool
+) -> None:
+    """As does a fork of a saved one. What was made of the new chat by then is removed."""
     twin = talked_on()
-    keeper, session = talked()
-    with patch.object(os, "posix_fallocate", full):
-        refused(r"cannot be saved.*No space left", keeper.save, session, "two", fork=True)
-    assert (keeper.name, os.listdir(home)) == ("one", ["one"])
-    assert unread(session, "And now?") == twin[0]
-    keeper.keep(session)
-    _, again = resumed("one")
-    assert unread(again, "Then?") == twin[1]
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_save_that_fails_at_its_end_leaves_the_tier(home: Path, saved: bool) -> None:
-    """What was made of the new chat by then is removed."""
-    keeper, session = asked("mill.txt")
-    if saved:
-        keeper.save(session, "one")
-    with patch.object(keepers, "renew", full):
-        refused("No space left", keeper.save, session, "two", fork=saved)
+    keeper, session = talked() if saved else asked("mill.txt")
+    with patch.object(owner, call, full):
+        refused("cannot be saved.*No space left", keeper.save, session, "two", fork=saved)
     assert not (home / "two").exists()
+    if saved:
+        assert (keeper.name, os.listdir(home)) == ("one", ["one"])
+        assert unread(session, "And now?") == twin[0]
+        keeper.keep(session)
+        keeper, session = resumed("one")
+        assert unread(session, "Then?") == twin[1]
     for question in ("Why?", "When?", "Where?"):
         unread(session, question)
     keeper.save(session, "two")

@@ -282,13 +282,21 @@ def test_where_no_history_can_be_kept_the_chat_goes_on(start: Start, place: str)
     assert got(terminal, "\x1b[A", "\r") == "a"  # of this chat
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
-    terminal = start(term=term)
+ASCII = {"PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+
+
+@pytest.mark.parametrize("env", [{}, {"term": "dumb"}, ASCII], ids=["xterm", "dumb", "ascii"])
+def test_the_toolbar_and_plain_terminals(start: Start, env: dict[str, str]) -> None:
+    terminal = start(**env)
     columns = termios.tcgetwinsize(terminal.fd)[1] or 80
     got(terminal, "x\r")
-    assert (f"BAR 7 · {columns}" in terminal.seen) == (term == "xterm")
-    assert ("\x1b" in terminal.seen) == (term == "xterm")
+    sign = "-" if env is ASCII else "·"
+    assert (f"BAR 7 {sign} {columns}" in terminal.seen) == ("term" not in env)
+    assert ("\x1b" in terminal.seen) == ("term" not in env)
+    if env is ASCII:
+        assert terminal.seen.isascii()
+        assert "> " in terminal.seen
+        assert "?" not in terminal.seen.replace("\x1b[?", "")
 
 
 @pytest.mark.parametrize("policy", ["adakv", "full"])
@@ -307,15 +315,6 @@ def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
     list(session.ask("Who?", 4))
     opened.restore(replace(session.snapshot(), held=None))
     assert render.toolbar(opened, 20) == f"{len(session.log.ids):,} of 2,048 tokens"
-
-
-def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
-    terminal = start(PYTHONIOENCODING="ascii", NO_COLOR="1")
-    got(terminal, "x\r")
-    assert terminal.seen.isascii()
-    assert "> " in terminal.seen
-    assert "BAR 7 - " in terminal.seen
-    assert "?" not in terminal.seen.replace("\x1b[?", "")
 
 
 # -- without a terminal ----------------------------------------------------------------------
