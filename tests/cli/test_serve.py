@@ -489,39 +489,34 @@ def test_an_hour_with_four_clients(tmp_path: Path, capsys: pytest.CaptureFixture
         known.append(({first}, {second, said(anew, two)}))
     ends, wrong, done = time.monotonic() + length, list[str](), [0] * 4
     session = recalling("file", tmp_path, policy="adakv", budget=48)
-
-    def asking(server: Served, drawn: random.Random) -> None:
-        number = drawn.randrange(len(asks))
-        (one, two), (first, second) = asks[number], known[number]
-        stream = drawn.random() < 0.5
-        for texts, right in (((one,), first), ((one, *first, two), second)):
-            body = server.body(*texts)
-            text = deltas(server.lines(body)) if stream else content(server.ask(*texts))
-            if text not in right:
-                wrong.append(f"{number}: {text!r} is not one of {right!r}")
-
-    def leaving(server: Served, drawn: random.Random) -> None:
-        lines = server.lines(server.body(drawn.choice(asks)[0], max_tokens=900))
-        for _ in range(drawn.randrange(9)):
-            next(lines, None)
-        lines.close()
-
-    def spoiling(server: Served, drawn: random.Random) -> None:
-        data = bytearray(json.dumps(server.body(drawn.choice(asks)[0])).encode())
-        for _ in range(drawn.randrange(1, 9)):
-            data[drawn.randrange(40)] = drawn.randrange(256)
-        server.post(bytes(data))
-
-    def dawdling(server: Served, drawn: random.Random) -> None:
-        data = json.dumps(server.body(drawn.choice(asks)[0], stream=True)).encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as lazy:
-            lazy.sendall((_head(len(data)) + data)[: drawn.randrange(400) * 20 or None])
-            time.sleep(drawn.random())
+    ways = ("asks", "asks", "leaves", "sends nonsense", "is slow")
 
     def client(number: int, server: Served) -> None:
-        drawn, ways = random.Random(number), (asking, asking, leaving, spoiling, dawdling)
+        drawn = random.Random(number)
         while time.monotonic() < ends:
-            drawn.choice(ways)(server, drawn)
+            case, way = drawn.randrange(len(asks)), drawn.choice(ways)
+            (one, two), (first, second) = asks[case], known[case]
+            stream = drawn.random() < 0.5
+            data = bytearray(json.dumps(server.body(one, stream=way == "is slow")).encode())
+            if way == "asks":
+                for texts, right in (((one,), first), ((one, *first, two), second)):
+                    body = server.body(*texts)
+                    text = deltas(server.lines(body)) if stream else content(server.ask(*texts))
+                    if text not in right:
+                        wrong.append(f"{case}: {text!r} is not one of {right!r}")
+            elif way == "leaves":
+                lines = server.lines(server.body(one, max_tokens=900))
+                for _ in range(drawn.randrange(9)):
+                    next(lines, None)
+                lines.close()
+            elif way == "sends nonsense":
+                for _ in range(drawn.randrange(1, 9)):
+                    data[drawn.randrange(40)] = drawn.randrange(256)
+                server.post(bytes(data))
+            else:
+                with socket.create_connection(("127.0.0.1", server.port)) as lazy:
+                    lazy.sendall((_head(len(data)) + data)[: drawn.randrange(400) * 20 or None])
+                    time.sleep(drawn.random())
             done[number] += 1
 
     with Served(session) as server, ThreadPoolExecutor(4) as threads:

@@ -227,8 +227,6 @@ def test_sigterm_saves_the_chat_and_leaves_the_terminal_clean(
             talk.type("first?\r")
             talk.until(ANSWER)
         os.kill(talk.pid, number)
-        with contextlib.suppress(AssertionError):
-            talk.until("never", 2)  # read on to the end
         assert talk.code() == 143
         assert termios.tcgetattr(talk.fd) == before
     assert "Traceback" not in talk.seen

@@ -225,24 +225,24 @@ def test_names_lists_and_the_newest(home: Path) -> None:
         refused(f"chat {name} (is damaged|cannot be read): ", third.load, session, name)
 
 
-def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
+def test_a_chat_that_is_open_elsewhere_is_left_alone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What another process saved stays."""
     session, fresh = talked(), chat()
     one = saved(session)
     refused("is open in another minikv", take_up, fresh)
     assert fresh.turns == []
     assert len(read("one").turns) == 2  # it can be read
     one.load(session, "one")  # and here it may be taken up again
+    refused("is open in another minikv", take_up, fresh)
     one.close()
     take_up(fresh)
     assert len(fresh.turns) == 2
     one.save(session)  # a keeper that was closed opens it again
     refused("is open in another minikv", take_up, fresh)
-
-
-def test_a_file_removed_or_exchanged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A removed one is written again. What another process saved stays."""
-    session, fresh, other = talked(), chat(), keeper()
-    one, path = saved(session), home / "one" / "chat.db"
+    # One that was removed is written again.
+    path, other = home / "one" / "chat.db", keeper()
     for left in (path.unlink, lambda: shutil.rmtree(home / "one")):
         left()
         one.save(session)
