@@ -305,22 +305,19 @@ def test_who_may_ask(toy: Served, key: str, headers: dict[str, str], status: int
 
 
 # -- those that wait, leave, or are slow -----------------------------------------------------
-class Slow:
+class Slow(Served):
     """A server over a fake that takes 10 ms for each step about a text with "slow" in it. steps:
     how many of these there were."""
 
     def __init__(self, queue: int = 8) -> None:
-        self.engine, self.steps = FakeEngine(length=10_000), 0
-        self.engine.hook = self._step
-        self.server = Served(fake_chat(self.engine), queue=queue)
+        engine, self.steps = FakeEngine(length=10_000), 0
+        engine.hook = self._step
+        super().__init__(fake_chat(engine), queue=queue)
 
     def _step(self, fed: list[int]) -> None:
         if b"slow" in bytes(id for id in fed if id < 256):
             self.steps += 1
             time.sleep(0.01)
-
-    def body(self, text: str = "slow", tokens: int = 3000) -> dict[str, Any]:
-        return self.server.body(text, max_tokens=tokens)
 
 
 def written(question: str, tokens: int = 12) -> str:
@@ -330,25 +327,24 @@ def written(question: str, tokens: int = 12) -> str:
 
 @pytest.mark.parametrize("text", ["slow", f"slow{'ly' * 900}"], ids=["writing", "reading"])
 def test_a_client_that_leaves_ends_its_answer(text: str) -> None:
-    slow = Slow()
-    with slow.server as server:
-        lines, sign = server.lines(slow.body(text)), ": read" if len(text) > 4 else 'data: {"id"'
-        next(line for line in lines if line.startswith(sign))
+    with Slow() as server:
+        body, writes = server.body(text, max_tokens=3000), text == "slow"
+        lines = server.lines(body)
+        next(line for line in lines if line.startswith('data: {"id"' if writes else ": read"))
         lines.close()
         with pytest.raises(httpx2.TimeoutException):  # one that is not streamed
-            server.post(slow.body(text), seconds=0.2)
+            server.post(body, seconds=0.2)
         assert content(server.ask("Who?")) == written("Who?")
-        assert slow.steps < 400
-        if len(text) == 4:  # what was written of it is known
+        assert server.steps < 400
+        if writes:  # what was written of it is known
             held = next(h for h in server.conversations._held if "slow" in h.text)
             turn = held.snapshot.said.turns[-1]
             assert written("slow", 3000).startswith(turn.answer)
 
 
 def test_the_queue_has_an_end_and_who_leaves_it_makes_room() -> None:
-    slow = Slow(queue=1)
-    with slow.server as server, ThreadPoolExecutor() as threads:
-        first = server.lines(slow.body())
+    with Slow(queue=1) as server, ThreadPoolExecutor() as threads:
+        first = server.lines(server.body("slow", max_tokens=3000))
         next(first)
         waiting = server.lines(server.body("Who?"))
         assert next(waiting) == ": waiting behind 1"

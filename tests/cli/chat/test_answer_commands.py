@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -225,11 +225,8 @@ def test_many_asks_at_once_leave_a_whole_one(home: Path) -> None:
     terminal, sessions = screen(), [fake_chat() for _ in range(8)]
     for session in sessions:
         list(session.ask("Who runs it?"))
-    keepers = [threading.Thread(target=Keeper(terminal).keep_ask, args=[s]) for s in sessions]
-    for one in keepers:
-        one.start()
-    for one in keepers:
-        one.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda session: Keeper(terminal).keep_ask(session), sessions))
     assert said(terminal) == ""
     assert [path.name for path in home.rglob("*")] == ["last-ask", "chat.db"]
     assert [turn.question for turn in read("last-ask").turns] == ["Who runs it?"]

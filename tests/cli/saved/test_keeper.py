@@ -354,7 +354,18 @@ def test_what_the_user_states_is_taken(stated: dict[str, Any], more: dict[str, A
 
 
 # -- damaged, foreign and hostile files -----------------------------------------------------
-def unchanged_but_for(path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "noise", "link", "pipe", "folder"])
+@pytest.mark.parametrize(
+    "file",
+    "chat.db chat.jsonl document-4b2b54c8066a92b3.txt cache-81663c9ee5bb09bf.safetensors".split(),
+)
+def test_damaged_files_are_refused_with_the_reason(home: Path, how: str, file: str) -> None:
+    """Of this version and of an earlier one; then nothing has changed."""
+    if file == "chat.db":
+        saved(talked()).close()
+    else:
+        shutil.copytree(OLD, home / "one")
+    path = home / "one" / file
     data = path.read_bytes()
     path.unlink()
     if how == "pipe":
@@ -367,20 +378,6 @@ def unchanged_but_for(path: Path, how: str) -> None:
     elif how != "gone":
         changed = {"cut": data[: len(data) // 2], "noise": os.urandom(len(data)), "empty": b""}
         path.write_bytes(changed[how])
-
-
-@pytest.mark.parametrize("how", ["gone", "empty", "cut", "noise", "link", "pipe", "folder"])
-@pytest.mark.parametrize(
-    "file",
-    "chat.db chat.jsonl document-4b2b54c8066a92b3.txt cache-81663c9ee5bb09bf.safetensors".split(),
-)
-def test_damaged_files_are_refused_with_the_reason(home: Path, how: str, file: str) -> None:
-    """Of this version and of an earlier one; then nothing has changed."""
-    if file == "chat.db":
-        saved(talked()).close()
-    else:
-        shutil.copytree(OLD, home / "one")
-    unchanged_but_for(home / "one" / file, how)
     fresh, files = chat(), set(os.listdir(home / "one"))
     say(fresh, "mine")
     before = state(fresh)
@@ -837,12 +834,9 @@ def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
 
 
 def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
-    def thinker() -> ChatSession:
-        session = chat("full")
+    first, second = chat("full"), chat("full")
+    for session in (first, second):
         session.template = ThinkML(ByteTokenizer())
-        return session
-
-    first, second = thinker(), thinker()
     list(first.ask("Who?", 30, 0.7, max_thoughts=9))
     saved(first).close()
     assert take_up(second).turns == tuple(first.turns)
