@@ -26,6 +26,7 @@ import pytest
 from fakes import FakeEngine
 from serving import Served, content, deltas, read
 from small_chat import chat, scripted
+from tables import table
 from typed import fails, fake_chat, invoke
 
 from minikv.chat.recall import Recall
@@ -84,8 +85,6 @@ def test_an_answer_is_that_of_ask(toy: Served, under: str, parts: bool) -> None:
         assert whole.choices[0].message.content == streamed == asked.stdout[:-1]
         assert whole.choices[0].finish_reason == chunks[-2].choices[0].finish_reason == "stop"
         assert chunks[0].choices[0].delta.role == "assistant"
-        assert whole.usage
-        assert chunks[-1].usage
         assert whole.usage.total_tokens == chunks[-1].usage.total_tokens > 400
         assert whole.usage.model_dump()["minikv"]["policy"] == (policy or DEFAULT_PROMPT)
 
@@ -200,11 +199,7 @@ def test_how_an_answer_is_written_is_as_of_ask(toy: Served) -> None:
 
 # -- what is refused -------------------------------------------------------------------------
 SAY = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}]}
-
-
 PART = "messages[0].content[0] must be a part of type text"
-
-
 _UNKNOWN = {"functions": [{}], "response_format": {"type": "json_object"}, "logprobs": True}
 _UNKNOWN |= {"logit_bias": {"5": 1}}
 
@@ -310,22 +305,19 @@ def test_who_may_ask(toy: Served, key: str, headers: dict[str, str], status: int
 
 
 # -- those that wait, leave, or are slow -----------------------------------------------------
-class Slow:
+class Slow(Served):
     """A server over a fake that takes 10 ms for each step about a text with "slow" in it. steps:
     how many of these there were."""
 
     def __init__(self, queue: int = 8) -> None:
-        self.engine, self.steps = FakeEngine(length=10_000), 0
-        self.engine.hook = self._step
-        self.server = Served(fake_chat(self.engine), queue=queue)
+        engine, self.steps = FakeEngine(length=10_000), 0
+        engine.hook = self._step
+        super().__init__(fake_chat(engine), queue=queue)
 
     def _step(self, fed: list[int]) -> None:
         if b"slow" in bytes(id for id in fed if id < 256):
             self.steps += 1
             time.sleep(0.01)
-
-    def body(self, text: str = "slow", tokens: int = 3000) -> dict[str, Any]:
-        return self.server.body(text, max_tokens=tokens)
 
 
 def written(question: str, tokens: int = 12) -> str:
@@ -335,25 +327,24 @@ def written(question: str, tokens: int = 12) -> str:
 
 @pytest.mark.parametrize("text", ["slow", f"slow{'ly' * 900}"], ids=["writing", "reading"])
 def test_a_client_that_leaves_ends_its_answer(text: str) -> None:
-    slow = Slow()
-    with slow.server as server:
-        lines, sign = server.lines(slow.body(text)), ": read" if len(text) > 4 else 'data: {"id"'
-        next(line for line in lines if line.startswith(sign))
+    with Slow() as server:
+        body, writes = server.body(text, max_tokens=3000), text == "slow"
+        lines = server.lines(body)
+        next(line for line in lines if line.startswith('data: {"id"' if writes else ": read"))
         lines.close()
         with pytest.raises(httpx2.TimeoutException):  # one that is not streamed
-            server.post(slow.body(text), seconds=0.2)
+            server.post(body, seconds=0.2)
         assert content(server.ask("Who?")) == written("Who?")
-        assert slow.steps < 400
-        if len(text) == 4:  # what was written of it is known
+        assert server.steps < 400
+        if writes:  # what was written of it is known
             held = next(h for h in server.conversations._held if "slow" in h.text)
             turn = held.snapshot.said.turns[-1]
             assert written("slow", 3000).startswith(turn.answer)
 
 
 def test_the_queue_has_an_end_and_who_leaves_it_makes_room() -> None:
-    slow = Slow(queue=1)
-    with slow.server as server, ThreadPoolExecutor() as threads:
-        first = server.lines(slow.body())
+    with Slow(queue=1) as server, ThreadPoolExecutor() as threads:
+        first = server.lines(server.body("slow", max_tokens=3000))
         next(first)
         waiting = server.lines(server.body("Who?"))
         assert next(waiting) == ": waiting behind 1"
@@ -414,19 +405,17 @@ def test_limits_of_a_connection(
 
 
 # -- the command -----------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("flags", "code", "words"),
-    [
-        ("--host 0.0.0.0", 2, "--host 0.0.0.0 lets other machines ask, and there is no API key"),
-        ("--host no.such.host.invalid --api-key k", 1, "cannot listen at no.such.host.invalid"),
-        ("--port 99999", 2, "--port"),
-        ("--port TAKEN", 1, "Address already in use"),
-        ("--policy best", 2, "best"),
-    ],
-)
-def test_what_cannot_be_served_is_one_line(toy: Served, flags: str, code: int, words: str) -> None:
+@table("""
+    flags                                   | code | words
+    --host 0.0.0.0 | 2 | --host 0.0.0.0 lets other machines ask, and there is no API key
+    --host no.such.host.invalid --api-key k | 1 | cannot listen at no.such.host.invalid
+    --port 99999                            | 2 | --port
+    --port TAKEN                            | 1 | Address already in use
+    --policy best                           | 2 | best
+""")
+def test_what_cannot_be_served_is_one_line(toy: Served, flags: str, code: str, words: str) -> None:
     done = invoke("serve", *flags.replace("TAKEN", str(toy.port)).split())
-    fails(done, code, words)
+    fails(done, int(code), words)
     assert done.stdout == ""
 
 
@@ -451,13 +440,11 @@ def test_the_server_of_the_command_line(number: str, times: int, code: int, limi
         env=os.environ | {"MINIKV_API_KEY": "k", "MINIKV_POLICY": "streaming"},
     )
     with started:
-        assert started.stderr is not None
         line = started.stderr.readline()
         url = line.split()[3]
         client = openai.OpenAI(base_url=url, api_key="k", max_retries=0)
         said: Any = [{"role": "user", "content": MAKES}]
         made = client.chat.completions.create(model="bundled", messages=said)
-        assert made.usage is not None
         record = made.usage.model_dump()["minikv"]
         assert (record["policy"], record["sampling"]["max_tokens"]) == ("streaming", limit)
         with pytest.raises(openai.AuthenticationError):
@@ -498,39 +485,34 @@ def test_an_hour_with_four_clients(tmp_path: Path, capsys: pytest.CaptureFixture
         known.append(({first}, {second, said(anew, two)}))
     ends, wrong, done = time.monotonic() + length, list[str](), [0] * 4
     session = recalling("file", tmp_path, policy="adakv", budget=48)
-
-    def asking(server: Served, drawn: random.Random) -> None:
-        number = drawn.randrange(len(asks))
-        (one, two), (first, second) = asks[number], known[number]
-        stream = drawn.random() < 0.5
-        for texts, right in (((one,), first), ((one, *first, two), second)):
-            body = server.body(*texts)
-            text = deltas(server.lines(body)) if stream else content(server.ask(*texts))
-            if text not in right:
-                wrong.append(f"{number}: {text!r} is not one of {right!r}")
-
-    def leaving(server: Served, drawn: random.Random) -> None:
-        lines = server.lines(server.body(drawn.choice(asks)[0], max_tokens=900))
-        for _ in range(drawn.randrange(9)):
-            next(lines, None)
-        lines.close()
-
-    def spoiling(server: Served, drawn: random.Random) -> None:
-        data = bytearray(json.dumps(server.body(drawn.choice(asks)[0])).encode())
-        for _ in range(drawn.randrange(1, 9)):
-            data[drawn.randrange(40)] = drawn.randrange(256)
-        server.post(bytes(data))
-
-    def dawdling(server: Served, drawn: random.Random) -> None:
-        data = json.dumps(server.body(drawn.choice(asks)[0], stream=True)).encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as lazy:
-            lazy.sendall((_head(len(data)) + data)[: drawn.randrange(400) * 20 or None])
-            time.sleep(drawn.random())
+    ways = ("asks", "asks", "leaves", "sends nonsense", "is slow")
 
     def client(number: int, server: Served) -> None:
-        drawn, ways = random.Random(number), (asking, asking, leaving, spoiling, dawdling)
+        drawn = random.Random(number)
         while time.monotonic() < ends:
-            drawn.choice(ways)(server, drawn)
+            case, way = drawn.randrange(len(asks)), drawn.choice(ways)
+            (one, two), (first, second) = asks[case], known[case]
+            stream = drawn.random() < 0.5
+            data = bytearray(json.dumps(server.body(one, stream=way == "is slow")).encode())
+            if way == "asks":
+                for texts, right in (((one,), first), ((one, *first, two), second)):
+                    body = server.body(*texts)
+                    text = deltas(server.lines(body)) if stream else content(server.ask(*texts))
+                    if text not in right:
+                        wrong.append(f"{case}: {text!r} is not one of {right!r}")
+            elif way == "leaves":
+                lines = server.lines(server.body(one, max_tokens=900))
+                for _ in range(drawn.randrange(9)):
+                    next(lines, None)
+                lines.close()
+            elif way == "sends nonsense":
+                for _ in range(drawn.randrange(1, 9)):
+                    data[drawn.randrange(40)] = drawn.randrange(256)
+                server.post(bytes(data))
+            else:
+                with socket.create_connection(("127.0.0.1", server.port)) as lazy:
+                    lazy.sendall((_head(len(data)) + data)[: drawn.randrange(400) * 20 or None])
+                    time.sleep(drawn.random())
             done[number] += 1
 
     with Served(session) as server, ThreadPoolExecutor(4) as threads:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import signal
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from checkpoints import Spec
 from fakes import FakeEngine
 from refusals import refused
 from small_chat import chat, reported
+from tables import table
 from talk import Talk, make
 from tiers import MILL, recalling
 from typed import Tty, World, answer_of, context, fails, fake_chat, invoke, on_screen, said, screen
@@ -39,7 +40,6 @@ from minikv.cli.saved.database import ChatFile
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen import render
-from minikv.cli.screen.markdown import Answer as Markdown
 from minikv.cli.screen.terminal import Terminal
 from minikv.cli.screen.text import clean
 from minikv.errors import ContextError, Interrupted
@@ -48,9 +48,9 @@ from minikv.models import BUNDLED
 TEXT = "The mill is run by Ada."
 
 
-def told(world: World) -> list[str]:
+def told(of: World | Talk) -> list[str]:
     """The questions of the last command's chat."""
-    return [turn.question for turn in world.session.turns]
+    return [turn.question for turn in of.session.turns]
 
 
 def records(text: str) -> list[dict[str, Any]]:
@@ -71,36 +71,12 @@ def test_continue_goes_on_with_the_answer(world: World, document: str) -> None:
     none = "error: there is no answer to continue"
     fails(result, 2, none, "nothing to continue: the model ended its answer")
     assert len(result.stdout.splitlines()) == 1
-
-
-def test_continue_goes_on_in_another_process(world: World, document: str, home: Path) -> None:
-    whole = answer_of(TEXT, "Who runs it?")
-    world.run("chat", document, "-n", "3", input="Who runs it?\n/continue\n")
+    # In another process, too.
+    world.run("chat", document, "-n", "3", input="Who runs it?\n/continue\n/save mine\n")
     result = world.ok("chat", "--resume=", "-n", "50", input="/continue\nAnd?\n")
     assert result.stdout.splitlines()[0] == whole[6:]
     assert world.session.turns[0].answer == whole
-    (name,) = os.listdir(home)
-    assert whole in world.run("chats", "show", name).stdout
-
-
-def test_markdown_that_goes_on_shows_the_block_that_was_under_way_again() -> None:
-    def made() -> Markdown:
-        return Markdown(lambda: (60, 40), colour=False)
-
-    def shown(text: str) -> str:
-        return re.sub(r"\x1b\[[\d;]*[A-Za-z]", "", text)
-
-    whole, first = made(), made()
-    whole.push("# Head\n\nOne two **thr")
-    assert shown(first.resume("# Head\n\nOne two **thr")) == "One two **thr"
-    assert first.push("ee** four.\n\n- a") == whole.push("ee** four.\n\n- a")
-    code = made()
-    assert code.resume("Text:\n\n```py\nx = 1\ny") == ""
-    assert code.push(" = 2\n```\n").startswith(" = 2\n")
-    assert made().resume("done.\n\n") == ""
-    fresh, table = made(), "| a | b |\n|---|---|\n| 1 |"
-    assert shown(fresh.resume(f"So:\n\n{table}")) == table
-    assert "│" in fresh.push(" 2 |\n\nEnd")  # the whole table, formatted
+    assert whole in world.run("chats", "show", "mine").stdout
 
 
 # -- /copy ----------------------------------------------------------------------------------
@@ -177,19 +153,17 @@ def test_ask_goes_on_in_a_saved_chat(
     assert [d.name for d in world.session.documents] == ["report.txt", "other.txt"]
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--chat mine --continue", "--continue means the chat of the last ask"),
-        ("-c", "there is no ask to continue"),
-        ("-c --remember off", "with --remember off no ask is saved"),
-        ("--chat nosuch", "no saved chat 'nosuch'"),
-        ("--chat ", "cannot be the name of a chat"),
-        ("--chat ../mine", "cannot be the name of a chat"),
-    ],
-)
+@table("""
+    words                  | said
+    --chat mine --continue | --continue means the chat of the last ask
+    -c                     | there is no ask to continue
+    -c --remember off      | with --remember off no ask is saved
+    --chat nosuch          | no saved chat 'nosuch'
+    --chat=                | cannot be the name of a chat
+    --chat ../mine         | cannot be the name of a chat
+""")
 def test_ask_refuses_other_chats(world: World, words: str, said: str) -> None:
-    result = world.run("ask", "Who?", *words.split(" "), input="")
+    result = world.run("ask", "Who?", *words.split(), input="")
     fails(result, 2, said)
     assert result.stdout == ""
 
@@ -251,11 +225,8 @@ def test_many_asks_at_once_leave_a_whole_one(home: Path) -> None:
     terminal, sessions = screen(), [fake_chat() for _ in range(8)]
     for session in sessions:
         list(session.ask("Who runs it?"))
-    keepers = [threading.Thread(target=Keeper(terminal).keep_ask, args=[s]) for s in sessions]
-    for one in keepers:
-        one.start()
-    for one in keepers:
-        one.join()
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda session: Keeper(terminal).keep_ask(session), sessions))
     assert said(terminal) == ""
     assert [path.name for path in home.rglob("*")] == ["last-ask", "chat.db"]
     assert [turn.question for turn in read("last-ask").turns] == ["Who runs it?"]
@@ -334,7 +305,10 @@ def checked(session: ChatSession, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_the_same_answer_is_one_line_others_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_answer_is_one_line_others_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where nothing was evicted, nothing is written again."""
     verified(asked(budget=SAME))
     out, err = capsys.readouterr()
     assert out == ""
@@ -344,14 +318,8 @@ def test_the_same_answer_is_one_line_others_are_shown(capsys: pytest.CaptureFixt
     verified(session)
     err = capsys.readouterr().err
     assert re.search("(?s)the answer:\n.*from all that was read:\n", err)
-    assert session.verified is not None
     assert f"the same: {session.verified.same} token" in err
     assert all(char.isprintable() or char == "\n" for char in err)
-
-
-def test_nothing_is_written_again_where_nothing_was_evicted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     session = asked(budget=1000)
     monkeypatch.setattr(session, "verify", lambda **given: [][0])
     verified(session)
@@ -427,7 +395,6 @@ def test_check_stops_when_something_is_typed(
 
     monkeypatch.setattr(terminal, "keyboard", SimpleNamespace(waiting=typed))
     check(session, terminal, Interrupts())
-    assert session.verified is not None
     assert (steps, len(session.verified.tokens), session.report) == (3, 3, before)
     assert capsys.readouterr().err == ""
 
@@ -468,29 +435,27 @@ def test_undo_says_what_it_took_back(talk: Talk) -> None:
     assert "there is no turn to undo" in talk.refused("undo")
 
 
-def test_undo_says_that_the_rest_is_read_again(talk: Talk, real: Talk) -> None:
-    """Where something was evicted; otherwise the cache is cut."""
+def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk, real: Talk) -> None:
+    """It reads the rest again where something was evicted; otherwise the cache is cut."""
+    first, second = talk.ask("one"), talk.ask("two")
+    assert talk.run("retry")[0] == second
+    talk.run("undo")
+    assert talk.run("retry")[0] == first
+    assert told(talk) == ["one"]
+    assert talk.ask("two") == second
+    talk.run("undo 2")
+    assert "all questions were undone" in talk.refused("retry")
     for each in (talk, real):
         for question in ("one", "two", "three"):
             each.ask(question)
         said = "your next question reads the rest of the conversation again"
         assert (said in each.run("undo")[1]) == (each is real)
         assert "asking again: two" in each.run("retry")[1]
-        assert [turn.question for turn in each.session.turns] == ["one", "two"]
-
-
-def test_retry_asks_the_last_question_that_was_not_taken_back(talk: Talk) -> None:
-    first, second = talk.ask("one"), talk.ask("two")
-    assert talk.run("retry")[0] == second
-    talk.run("undo")
-    assert talk.run("retry")[0] == first
-    assert [turn.question for turn in talk.session.turns] == ["one"]
-    assert talk.ask("two") == second
-    talk.run("undo 2")
-    assert "all questions were undone" in talk.refused("retry")
+        assert told(each) == ["one", "two"]
 
 
 def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
+    """A seed goes to a policy that draws unless it has its own."""
     first = real.ask("Who?")
     fed, own = list(real.session.fed), real.session.eviction
     _, err = real.run("retry --policy streaming --budget=40")
@@ -504,6 +469,15 @@ def test_retry_with_other_settings_is_for_one_answer(real: Talk) -> None:
     _, err = real.run("retry --seed 5")
     assert err.splitlines()[0].endswith("seed 5")
     assert (real.session.reports[-1].seed, real.session.seed) == (5, 0)
+    for own_settings, line, seed in (
+        (None, "retry --policy random --seed 3", 3),
+        ({}, "retry --seed 4", 4),
+        ({"options": {"seed": 9}, "seed": 4}, "retry --seed 5", 9),
+    ):
+        if own_settings is not None:
+            real.session.configure(EvictionConfig.read("random", budget=48, **own_settings))
+        real.run(line)
+        assert real.session.reports[-1].policy_options["seed"] == seed
 
 
 @pytest.mark.parametrize("reuse", ["once", "auto"])
@@ -544,34 +518,28 @@ def test_full_after_an_eviction_does_not_say_that_nothing_was(real: Talk) -> Non
     assert render.policy_line(real.session) == "full: nothing is evicted"
 
 
-def test_a_seed_goes_to_a_policy_that_draws_unless_it_has_its_own(real: Talk) -> None:
-    real.ask("Who?")
-    for own, line, seed in (
-        (None, "retry --policy random --seed 3", 3),
-        ({}, "retry --seed 4", 4),
-        ({"options": {"seed": 9}, "seed": 4}, "retry --seed 5", 9),
-    ):
-        if own is not None:
-            real.session.configure(EvictionConfig.read("random", budget=48, **own))
-        real.run(line)
-        assert real.session.reports[-1].policy_options["seed"] == seed
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        *((f"undo {count}", "/undo takes a number") for count in ("x", "1 2", "-1", "²")),
-        ("undo 0", "1 or more"),
-        ("undo 2", "this chat has 1 turn"),
-        ("retry --polcy x", "does not take '--polcy'"),
-        ("retry adakv", "does not take 'adakv'"),
-        ("retry --policy", "needs a value"),
-        ("retry --policy nonsense", "nonsense"),
-        ("retry --budget much", "the budget cannot be"),
-        ("retry --budget 3", "too small"),
-        ("retry --seed x", "--seed must be a whole number, got 'x'"),
-    ],
-)
+@table("""
+    line                    | said
+    undo x                  | /undo takes a number
+    undo 1 2                | /undo takes a number
+    undo -1                 | /undo takes a number
+    undo ²                  | /undo takes a number
+    undo 0                  | 1 or more
+    undo 2                  | this chat has 1 turn
+    retry --polcy x         | does not take '--polcy'
+    retry adakv             | does not take 'adakv'
+    retry --policy          | needs a value
+    retry --policy nonsense | nonsense
+    retry --budget much     | the budget cannot be
+    retry --budget 3        | too small
+    retry --seed x          | --seed must be a whole number, got 'x'
+    save a b                | /save takes one name
+    save ../x               | cannot be the name
+    load a b                | /load takes a name
+    load --reread           | /load takes a name
+    load --reread --reread x | /load takes a name
+    load nope               | no saved chat 'nope'
+""")
 def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -> None:
     assert "no question was read yet" in real.refused("retry")
     real.ask("Who?")

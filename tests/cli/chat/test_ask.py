@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from refusals import refused
+from tables import table
 from typed import World, answer_of, fails, said, screen
 
 from minikv.cache.rules import Rules
@@ -53,13 +54,23 @@ def test_stdout_has_the_answer_and_one_newline(
     assert not {"\x1b", "\r"} & {*result.output}
 
 
-@pytest.mark.parametrize(("why", "kind"), [(None, "none"), ("it reads everything twice", "file")])
+@pytest.mark.parametrize(
+    ("why", "words", "kind"),
+    [
+        (None, "FILE --remember off", "none"),
+        ("it reads everything twice", "FILE --remember off", "file"),
+        (None, "FILE --remember off --check on", "file"),
+        (None, "-c", "file"),
+    ],
+)
 def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
-    world: World, document: str, why: str | None, kind: str, monkeypatch: pytest.MonkeyPatch
+    world: World, document: str, why: str | None, words: str, kind: str
 ) -> None:
-    """There is no later question for which all that was read could be kept."""
-    monkeypatch.setattr(Rules, "cannot_recall", why)
-    world.ok("ask", "Who?", document, "--tier", "file", "--remember", "off")
+    """There is no later question for which all that was read could be kept, but for --check, and in
+    a chat that goes on."""
+    world.ok("ask", "Where?", document)
+    world.patch.setattr(Rules, "cannot_recall", why)
+    world.ok("ask", "Who?", *words.replace("FILE", document).split(), "--tier", "file")
     assert world.session.recall.kind == kind
 
 
@@ -83,9 +94,7 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
         ("- FILE", "\nWho? ", f"{NAMED}\n\n\nWho? "),
     ],
 )
-def test_what_the_model_reads(
-    world: World, document: str, words: str, piped: str, read: str
-) -> None:
+def test_what_is_read(world: World, document: str, words: str, piped: str, read: str) -> None:
     result = world.ok("ask", *words.replace("FILE", document).split(), input=piped)
     assert world.session.messages[0].content == read
     told = f"read as minikv ask 'Who?' {document}\n"
@@ -294,82 +303,71 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / name).write_text("text")
 
 
+@table("""
+    line                                         | asked
+    'What is it?' report.txt                     |
+    'What is it?'                                |
+    What                                         |
+    What report.txt                              |
+    'report.txt is what?' notes.md - docs '*.md' |
+    - report.txt                                 |
+    - -                                          |
+    'What is it?' reprot.txt                     |
+    'What is it?' reprot.txt notes.md            |
+    '' report.txt                                |
+    'a\0b' report.txt                            |
+    'Does **this** match [anything]?' report.txt |
+    report.txt 'What is it?'                     | 'What is it?' report.txt
+    report.txt Why                               | Why report.txt
+    report.txt Why?                              | 'Why?' report.txt
+    'my report.txt' 'What is new in v1.2'        | 'What is new in v1.2' 'my report.txt'
+    report.txt notes.md 'What is it?'            | 'What is it?' report.txt notes.md
+    report.txt 'What is it?' notes.md -          | 'What is it?' report.txt notes.md -
+    docs 'What is it?'                           | 'What is it?' docs
+    'docs/*.txt' 'What is it?'                   | 'What is it?' 'docs/*.txt'
+    reprot.txt 'What is it?'                     | 'What is it?' reprot.txt
+    reprot.txt What?                             | 'What?' reprot.txt
+    reprot.txt notes.md Why                      | Why reprot.txt notes.md
+    report.txt nots.md 'Who is it'               | 'Who is it' report.txt nots.md
+""")
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    "line",
-    [
-        "'What is it?' report.txt",
-        "'What is it?'",
-        "What",
-        "What report.txt",
-        "'report.txt is what?' notes.md - docs '*.md'",
-        "- report.txt",
-        "- -",
-        "'What is it?' reprot.txt",  # reading it says that it is not there
-        "'What is it?' reprot.txt notes.md",
-        "'' report.txt",
-        "'a\0b' report.txt",
-        "'Does **this** match [anything]?' report.txt",
-    ],
-)
-def test_the_first_word_is_the_question(line: str) -> None:
-    question, *files = shlex.split(line)
-    assert sorted_out(question, files) == (question, files, "")
-
-
-@pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("line", "question", "files"),
-    [
-        ("report.txt 'What is it?'", "What is it?", ["report.txt"]),
-        ("report.txt Why", "Why", ["report.txt"]),
-        ("report.txt Why?", "Why?", ["report.txt"]),
-        ("'my report.txt' 'What is new in v1.2'", "What is new in v1.2", ["my report.txt"]),
-        ("report.txt notes.md 'What is it?'", "What is it?", ["report.txt", "notes.md"]),
-        ("report.txt 'What is it?' notes.md -", "What is it?", ["report.txt", "notes.md", "-"]),
-        ("docs 'What is it?'", "What is it?", ["docs"]),
-        ("'docs/*.txt' 'What is it?'", "What is it?", ["docs/*.txt"]),
-        ("reprot.txt 'What is it?'", "What is it?", ["reprot.txt"]),
-        ("reprot.txt What?", "What?", ["reprot.txt"]),
-        ("reprot.txt notes.md Why", "Why", ["reprot.txt", "notes.md"]),
-        ("report.txt nots.md 'Who is it'", "Who is it", ["report.txt", "nots.md"]),
-    ],
-)
-def test_the_only_word_without_a_file_is_it(line: str, question: str, files: list[str]) -> None:
+def test_the_first_word_is_the_question_or_the_only_one_without_a_file(
+    line: str, asked: str
+) -> None:
+    """asked: what it was taken for, if that is not the line itself. Reading a file that is not
+    there says so."""
     first, *others = shlex.split(line)
-    found = sorted_out(first, others)
-    assert found[:2] == (question, files)
-    assert found[2] == f"read as minikv ask {shlex.join([question, *files])}"
+    question, *files = shlex.split(asked or line)
+    note = f"read as minikv ask {asked}" if asked else ""
+    assert sorted_out(first, others) == (question, files, note)
     assert sorted_out(question, files) == (question, files, "")
 
 
+@table("""
+    line                             | typed
+    report.txt                       | QUESTION report.txt
+    report.txt notes.md              | QUESTION report.txt notes.md
+    report.txt -                     | QUESTION report.txt -
+    todo report.txt                  | QUESTION todo report.txt
+    report.txt nots.md               | QUESTION report.txt nots.md
+    report.txt who knows             | 'who knows' report.txt
+    report.txt 'Who is it' 'And why' | 'Who is it And why' report.txt
+    report.txt what is notes.md then | 'what is then' report.txt notes.md
+    hello there                      | 'hello there' FILE
+    Who notes                        | 'Who notes' FILE
+    What is this about               | 'What is this about' FILE
+    What 'is it' report.txt          | 'What is it' report.txt
+    What is this about reprot.txt    | 'What is this about' reprot.txt
+    What is in docs about report.txt | 'What is in about' docs report.txt
+    report.txt what is it            | 'what is it' report.txt
+    What is this about report.txt    | 'What is this about' report.txt
+    What is this docs/ notes.md -    | 'What is this' docs/ notes.md -
+    Who runs reprot.txt notes.md     | 'Who runs' reprot.txt notes.md
+    Summarise briefly report.txt     | 'Summarise briefly' report.txt
+    reprot.txt what is it?           | 'what is it?' reprot.txt
+    What is a 'b c' report.txt       | 'What is a b c' report.txt
+""")
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    ("line", "typed"),
-    [
-        ("report.txt", "QUESTION report.txt"),
-        ("report.txt notes.md", "QUESTION report.txt notes.md"),
-        ("report.txt -", "QUESTION report.txt -"),
-        ("todo report.txt", "QUESTION todo report.txt"),
-        ("report.txt nots.md", "QUESTION report.txt nots.md"),
-        ("report.txt who knows", "'who knows' report.txt"),
-        ("report.txt 'Who is it' 'And why'", "'Who is it And why' report.txt"),
-        ("report.txt what is notes.md then", "'what is then' report.txt notes.md"),
-        ("hello there", "'hello there' FILE"),
-        ("Who notes", "'Who notes' FILE"),
-        ("What is this about", "'What is this about' FILE"),
-        ("What 'is it' report.txt", "'What is it' report.txt"),
-        ("What is this about reprot.txt", "'What is this about' reprot.txt"),
-        ("What is in docs about report.txt", "'What is in about' docs report.txt"),
-        ("report.txt what is it", "'what is it' report.txt"),
-        ("What is this about report.txt", "'What is this about' report.txt"),
-        ("What is this docs/ notes.md -", "'What is this' docs/ notes.md -"),
-        ("Who runs reprot.txt notes.md", "'Who runs' reprot.txt notes.md"),
-        ("Summarise briefly report.txt", "'Summarise briefly' report.txt"),
-        ("reprot.txt what is it?", "'what is it?' reprot.txt"),
-        ("What is a 'b c' report.txt", "'What is a b c' report.txt"),
-    ],
-)
 def test_the_rest_is_refused_with_the_line_to_type(line: str, typed: str) -> None:
     first, *others = shlex.split(line)
     words = shlex.split(typed)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import table
 from typed import World, answer_of, fails
 
 from minikv.cli.documents import named
@@ -64,20 +65,16 @@ def test_piped_lines_that_are_no_text_are_refused(
     assert (world.session.turn, world.session.system) == (turns, "")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("", "not a terminal"),
-        ("FILE -", "no terminal to read questions from"),
-        ("FILE --reread", "minikv chat --resume NAME --reread"),
-        ("FILE --system caf\udce9", "0xe9"),
-        ("FILE --system @LATIN", "0xe9"),
-        ("FILE", "0xe9"),
-    ],
-)
-def test_what_cannot_begin_is_a_usage_error(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch, words: str, message: str
-) -> None:
+@table("""
+    words                   | message
+                            | not a terminal
+    FILE -                  | no terminal to read questions from
+    FILE --reread           | minikv chat --resume NAME --reread
+    FILE --system caf\udce9 | 0xe9
+    FILE --system @LATIN    | 0xe9
+    FILE                    | 0xe9
+""")
+def test_what_cannot_begin(world: World, document: str, words: str, message: str) -> None:
     latin, opened = Path(document).with_name("latin.txt"), os.open
     latin.write_bytes(b"caf\xe9")
 
@@ -86,9 +83,9 @@ def test_what_cannot_begin_is_a_usage_error(
             raise OSError
         return opened(path, *how, **more)
 
-    monkeypatch.setattr(os, "open", without_terminal)
+    world.patch.setattr(os, "open", without_terminal)
     if words == "FILE":
-        monkeypatch.setenv("MINIKV_SYSTEM", "caf\udce9")
+        world.patch.setenv("MINIKV_SYSTEM", "caf\udce9")
     given = words.replace("FILE", document).replace("LATIN", str(latin)).split()
     result = world.run("chat", *given, input="a text\nof two lines\n")
     fails(result, 2, message)
@@ -185,34 +182,32 @@ def test_help_has_a_narrow_first_column(world: World, document: str) -> None:
     assert lines[lines.index("/stats") + 1] == "    what the last turn cost, measured"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("/settle", "unknown command /settle"),
-        ("/hlep", "did you mean /help?"),
-        ("/exitnow", "unknown command /exitnow"),
-        ("/nonsense", "unknown command /nonsense\n  /help lists the commands"),
-        ("/policy nonsense", "unknown policy 'nonsense'\n  /policy takes: full"),
-        ("/exit now", "/exit takes nothing"),
-        ("/add", "/add takes files"),
-        ("/add /nonexistent", "no such file"),
-        ("/add 'unclosed", "No closing quotation"),
-        ("/kept find it's", "put a text with ' in it in double quotes"),
-        ("/ kept", "unknown command /"),
-        ("/help add docs", "/help takes one command, got 'add docs'"),
-        ("/undo 0", "/undo or /undo 2"),
-        ("/save _x", "beginning with a letter or digit"),
-        ("/policy adakb", "did you mean adakv?"),
-        ("/add ~/report", "no such file: /nonexistent/report"),
-        ("/set budget 5", "smallest useful"),
-        ("/budget 5", "/budget is gone\n  /set budget 256 changes it"),
-        ("/help nothing", "no command /nothing"),
-    ],
-)
+@table(r"""
+    line              | message
+    /settle           | unknown command /settle
+    /hlep             | did you mean /help?
+    /exitnow          | unknown command /exitnow
+    /nonsense         | unknown command /nonsense\n  /help lists the commands
+    /policy nonsense  | unknown policy 'nonsense'\n  /policy takes: full
+    /exit now         | /exit takes nothing
+    /add              | /add takes files
+    /add /nonexistent | no such file
+    /add 'unclosed    | No closing quotation
+    /kept find it's   | put a text with ' in it in double quotes
+    / kept            | unknown command /
+    /help add docs    | /help takes one command, got 'add docs'
+    /undo 0           | /undo or /undo 2
+    /save _x          | beginning with a letter or digit
+    /policy adakb     | did you mean adakv?
+    /add ~/report     | no such file: /nonexistent/report
+    /set budget 5     | smallest useful
+    /budget 5         | /budget is gone\n  /set budget 256 changes it
+    /help nothing     | no command /nothing
+""")
 def test_bad_commands_explain_themselves_and_the_chat_goes_on(
-    world: World, document: str, monkeypatch: pytest.MonkeyPatch, line: str, message: str
+    world: World, document: str, line: str, message: str
 ) -> None:
-    monkeypatch.setenv("HOME", "/nonexistent")
+    world.patch.setenv("HOME", "/nonexistent")
     result = world.run("chat", document, input=f"{line}\nstill here?\n")
     fails(result, 2, message)  # scripted: the first failure's code
     assert len(result.stdout.splitlines()) == 1

@@ -17,7 +17,8 @@ from lettered import lettered
 from pairwise import pairwise, some_by_day
 from refusals import refused
 from small_chat import reported, scripted
-from test_kept import HOSTILE, STORY, chat, network
+from tables import table
+from test_kept import HOSTILE, STORY, chat
 from typed import context, on_screen
 
 from minikv.cache.arena import Arena
@@ -126,19 +127,15 @@ def test_a_tier_gives_what_reading_again_gives(
     untouched.recall.leave()
 
 
-def test_an_int8_tier_is_not_compared_with() -> None:
-    """Its rows are not those that reading gives."""
+def test_a_tier_that_is_damaged_or_int8_is_read_around() -> None:
+    """The rows of an int8 one are not those that reading gives."""
     eviction = EvictionConfig.read("adakv", budget="48")
     session = lettered(eviction, tier="ram", tier_dtype="int8", reuse="recall")
     session.attach(STORY, "story.txt")
     list(session.ask("Who?", 5))
     assert session.recall.tokens
     assert not compare.beside(session, EvictionConfig.read("full")).recall.tokens
-
-
-def test_a_damaged_tier_is_read_around() -> None:
     session, clean = (with_tier("streaming", "file", 2, WINDOWS[0]) for _ in range(2))
-    assert session.recall.file is not None
     handle = session.recall.file._files[0]
     session.recall.file.sync()
     for at in range(3 * 4096, os.fstat(handle).st_size, 64):  # behind the header and commits
@@ -153,12 +150,26 @@ def test_a_damaged_tier_is_read_around() -> None:
     assert "damaged" in answers[0].report.warnings[0]
 
 
-def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_running_chat_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is one more cache at a time."""
+    caches, real = list[Any](), compare.run
+
+    def watched(other: ChatSession, *given: Any) -> Run:
+        assert all(cache() is None or not cache().rows for cache in caches)
+        try:
+            return real(other, *given)
+        finally:
+            caches.append(weakref.ref(other.engine.kv.arena))
+
+    monkeypatch.setattr(compare, "run", watched)
     session, untouched = asked("Who?", "Why?"), asked("Who?", "Why?")
     for each in (session, untouched):
         each.attach("more", "later.txt")
     before, random = state(session), torch.get_rng_state()
     compared(session, "streaming", "h2o", "budget=56")
+    assert len(caches) == 4
     assert state(session) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert "".join(session.ask("Next?", 6)) == "".join(untouched.ask("Next?", 6))
@@ -171,19 +182,13 @@ def test_the_running_chat_is_as_it_was(capsys: pytest.CaptureFixture[str]) -> No
     assert "the question before it and its answer are in none" in " ".join(err.split())
 
 
-@pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Run]]]:
-    """What comparisons would have shown."""
-    made: list[tuple[str, list[Run]]] = []
-    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: made.append((q, runs)) or "")
-    return made
-
-
-def test_runs_are_fresh_chats_under_each_policy(tables: list[tuple[str, list[Run]]]) -> None:
+def test_runs_are_fresh_chats_under_each_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, list[Run]]] = []
+    monkeypatch.setattr(compare, "table", lambda q, _, runs, screen: shown.append((q, runs)) or "")
     session = asked("Who?")
     report = reported(session)
     compared(session)
-    question, (own, full) = tables[0]
+    question, (own, full) = shown[0]
     assert (question, own.label, full.label) == ("Who?", "adakv 48", "full")
     # The chat's own first answer, and that of a chat that evicts nothing.
     assert own.text == session.messages[-1].content
@@ -225,23 +230,6 @@ def test_what_a_policy_reads_more_is_told_before_it_is_paid(
     assert "! full:" not in err
 
 
-def test_one_more_cache_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = asked("Who?")
-    caches: list[Any] = []
-    real = compare.run
-
-    def watched(other: ChatSession, *given: Any) -> Run:
-        assert all(cache() is None or not cache().rows for cache in caches)
-        try:
-            return real(other, *given)
-        finally:
-            caches.append(weakref.ref(other.engine.kv.arena))
-
-    monkeypatch.setattr(compare, "run", watched)
-    compared(session, "streaming", "adakv")
-    assert len(caches) == 3
-
-
 # -- what is asked --------------------------------------------------------------------------
 def test_policies_of_a_comparison() -> None:
     session = asked("Who?")
@@ -267,16 +255,14 @@ def test_policies_of_a_comparison() -> None:
     assert labels("snapkv") == ["snapkv 512", "full"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("sanpkv", "snapkv"),
-        ("snapkv budget=", "policies and budget=N, got 'budget='"),
-        ("snapkv window=4", "policies and budget=N, got 'window=4'"),
-        ("snapkv budget=many", "budget"),
-        ("snapkv budget=2", "too small for adakv"),
-    ],
-)
+@table("""
+    arguments          | said
+    sanpkv             | snapkv
+    snapkv budget=     | policies and budget=N, got 'budget='
+    snapkv window=4    | policies and budget=N, got 'window=4'
+    snapkv budget=many | budget
+    snapkv budget=2    | too small for adakv
+""")
 def test_bad_arguments_before_anything_runs(
     arguments: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +274,11 @@ def test_bad_arguments_before_anything_runs(
     assert state(session) == before
 
 
-def test_what_cannot_be_compared() -> None:
+def test_what_can_and_cannot_be_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    session = asked(name=None, windows=(None, 40, None))
+    list(session.ask("Who?", 3))
+    compared(session)
+    assert "nothing evicted" in capsys.readouterr().err
     session = chat("full", "none", eviction=EvictionConfig.read("full"))
     refused("no question", compared, session)
     list(session.ask("Who?", 2))
@@ -377,19 +367,17 @@ def test_columns_or_blocks_fit(width: int, count: int) -> None:
     assert "bold" in text
 
 
-@pytest.mark.parametrize(
-    ("tokens", "full", "said"),
-    [
-        ("12", "12", "all 2 tokens"),
-        ("1", "1", "1 token"),
-        ("", "", "both are empty"),
-        ("13", "12", "first 1 of 2 tokens"),
-        ("12", "123", "first 2 of 3 tokens"),
-        ("123", "1", "first 1 of 1 token"),
-        ("9", "12", "none of 2 tokens"),
-        ("", "1", "none of 1 token"),
-    ],
-)
+@table("""
+    tokens | full | said
+    12     | 12   | all 2 tokens
+    1      | 1    | 1 token
+           |      | both are empty
+    13     | 12   | first 1 of 2 tokens
+    12     | 123  | first 2 of 3 tokens
+    123    | 1    | first 1 of 1 token
+    9      | 12   | none of 2 tokens
+           | 1    | none of 1 token
+""")
 def test_same_as_full(tokens: str, full: str, said: str) -> None:
     assert compare.same_as(tuple(map(int, tokens)), tuple(map(int, full))) == said
 
@@ -399,6 +387,8 @@ def test_same_as_full(tokens: str, full: str, said: str) -> None:
     [
         (41.79, 40.0, 16, ", x1.04 of full"),
         (39.9, 40.0, 16, ", x0.99 of full"),
+        (39.9999, 40.0, 16, ", x0.99 of full"),
+        (40.8, 40.0, 16, ", x1.02 of full"),
         (40.0, 40.0, 99, ", x1.00 of full"),
         (41.8, 40.0, 15, ""),
         (41.8, None, 16, ""),
@@ -418,13 +408,6 @@ def test_how_much_faster_than_full(
     one, full = with_rate(one, own, tokens), with_rate(full, baseline, 16)
     assert compare.facts(one, full)["write"].endswith(said or ("d" if own is None else "s"))
     assert "of full" not in compare.facts(one, one)["write"]
-
-
-def test_a_network_with_windows_is_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    session = asked(name=None, net=network((None, 40, None)))
-    list(session.ask("Who?", 3))
-    compared(session)
-    assert "nothing evicted" in capsys.readouterr().err
 
 
 def test_the_count_on_the_live_line_goes_on_behind_thoughts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from minikv.cli.chat import kept
 from minikv.cli.chat.kept import SHADES, Kept, Part
 from minikv.cli.screen.terminal import Screen
 from minikv.engine.engine import Engine
-from minikv.models.llama import Llama
 from minikv.models.stream import TextStream
 
 STORY = "The mill is run by Ada.\nThe 中 well 😀 is dry.\n\n" * 6
@@ -33,14 +33,10 @@ HOSTILE = "a \x1b]52;c;evil\x07 [bold]b[/bold] \x9b31m \u202e<|eot_id|>\tc\r\nd\
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def network(windows: tuple[int | None, ...] = (None, None, None), seed: int = 0) -> Llama:
-    """A small random network over bytes."""
-    return small.network(64, seed, windows=windows, vocab=PADDED)
-
-
 def chat(prompt: str = "adakv", step: str = "roco", budget: int = 48, **given: Any) -> ChatSession:
-    """A chat over it. `choice` is only what it says about itself."""
-    net = given.pop("net", None) or network()
+    """A chat over a small random network of bytes. windows: of its layers."""
+    windows = given.pop("windows", (None, None, None))
+    net = small.network(64, windows=windows, vocab=PADDED)
     tokenizer, engine = ByteTokenizer(), Engine(net, small.scheduler(net, prompt, step, budget))
     return chat_over(engine, tokenizer, ChatML(tokenizer), max_context=4096, **given)
 
@@ -68,7 +64,7 @@ def facts(text: str, held: torch.Tensor | None = None, names: tuple[str, ...] = 
 def test_shares_against_a_count_by_hand(
     prompt: str, step: str, windows: tuple[int | None, ...]
 ) -> None:
-    session = chat(prompt, step, net=network(windows))
+    session = chat(prompt, step, windows=windows)
     session.attach(STORY, "story.txt")
     for question in ("Who runs the mill?", "Why?"):
         list(session.ask(question, 6))
@@ -91,16 +87,9 @@ def test_shares_against_a_count_by_hand(
         assert min(count) == 9
 
 
-class Table:
+def spelling(pieces: list[bytes]) -> Any:
     """A tokenizer whose token i spells pieces[i]."""
-
-    stop_ids: frozenset[int] = frozenset()
-
-    def __init__(self, pieces: list[bytes]) -> None:
-        self.pieces = pieces
-
-    def stream(self) -> TextStream:
-        return TextStream(self.pieces)
+    return SimpleNamespace(stop_ids=frozenset(), stream=lambda: TextStream(pieces))
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,7 +103,7 @@ def test_spans_are_the_characters_of_the_bytes(text: str, rng: random.Random) ->
         at += size
         if rng.random() < 0.3:
             pieces.append(b"")  # a control token, even inside a character
-    spans = kept.spell(Table(pieces), range(len(pieces)))  # type: ignore[arg-type]
+    spans = kept.spell(spelling(pieces), range(len(pieces)))
     assert spans.text == text
     owner = [i for i, char in enumerate(text) for _ in char.encode()]  # byte -> character
     at, expected = 0, []
@@ -132,8 +121,7 @@ def test_spans_are_the_characters_of_the_bytes(text: str, rng: random.Random) ->
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from([b"", b"\xe4", b"a\xe4", b"\xb8", b"\xad", b"\xf0\x9f", b"x"])))
 def test_malformed_bytes_are_covered(pieces: list[bytes]) -> None:
-    table = Table(pieces)
-    spans = kept.spell(table, range(len(pieces)))  # type: ignore[arg-type]
+    spans = kept.spell(spelling(pieces), range(len(pieces)))
     assert spans.text == b"".join(pieces).decode("utf-8", "replace")
     covered = {i for a, b in zip(spans.start, spans.end, strict=True) for i in range(a, b)}
     assert covered == set(range(len(spans.text)))
@@ -253,7 +241,6 @@ def test_a_copy_in_the_question_does_not_count_for_the_document() -> None:
     held[:, :, 16:] = True
     spans = kept.spell(ByteTokenizer(), [BOS, *text.encode()])
     (part,) = kept.locate(spans, [Document("document: fact.", "d.txt")])
-    assert part is not None
     found = Kept(held, spans, (part,))
     lines = kept.find(found, "fact", 80).split("\n")
     assert lines[0].startswith("tok 11 to 14  d.txt  ")
@@ -286,7 +273,7 @@ def asked() -> ChatSession:
 
 def test_how_much_was_kept_stands_over_the_text() -> None:
     assert typed.run(kept.COMMANDS, context(chat()), "kept") == "no turn yet\n"
-    full = chat("full", "none", net=network((None, 40, None)))
+    full = chat("full", "none", windows=(None, 40, None))
     list(full.ask("Who?", 2))
     assert "every head holds every token" in kept.summary(full, kept.read(full), 80)
     list(full.ask("And then what came after that in the end?", 2))

@@ -17,10 +17,10 @@ from forked import Forked
 from lettered import lettered
 from pairwise import pairwise
 from refusals import refused
-from small_chat import chat, reported, say
+from small_chat import chat, reported
+from tables import table
 from talk import Talk, make
-from test_keeper import keeper, talked
-from tiers import recalling
+from test_keeper import keeper, saved, talked
 from typed import World, fails, invoke
 from typer.testing import Result
 
@@ -38,16 +38,9 @@ from minikv.cli.settings.config import SETTINGS
 def two(home: Path) -> Path:
     """Two saved chats, `thesis` the newer."""
     for at, name in enumerate(("budget-talk", "thesis")):
-        put(home, name, 1000.0 + at)
+        saved(talked(), name).close()
+        os.utime(home / name / "chat.db", (1000 + at, 1000 + at))
     return home
-
-
-def put(home: Path, name: str, at: float) -> None:
-    """A chat that was saved last at this time."""
-    one = keeper()
-    one.save(talked(), name)
-    one.close()
-    os.utime(home / name / "chat.db", (at, at))
 
 
 def run(*arguments: str) -> Result:
@@ -74,65 +67,69 @@ def test_the_list_has_names_turns_documents_age_and_size(two: Path) -> None:
     assert result.stdout == ""
 
 
-@pytest.mark.parametrize("command", [("show",), ("rm", "--yes")])
-def test_a_name_that_is_not_there_names_the_nearest(two: Path, command: tuple[str, ...]) -> None:
-    fails(run(*command, "thesys"), 2, "error: no saved chat 'thesys'", "did you mean thesis?")
-    fails(run(*command, "../thesis"), 2, "cannot be the name of a chat")
+@table(r"""
+    words                | said
+    show thesys          | error: no saved chat 'thesys'\n  did you mean thesis?
+    rm --yes thesys      | error: no saved chat 'thesys'\n  did you mean thesis?
+    show ../thesis       | cannot be the name of a chat
+    rm --yes ../thesis   | cannot be the name of a chat
+    rm thesis            | --yes removes without asking
+    rm --older 1d        | --yes removes without asking
+    rm -y                | rm takes the names of chats, or --older
+    rm -y thesis --older 1d | rm takes the names of chats, or --older
+    rm -y --older=       | cannot read the age
+    rm -y --older 30     | cannot read the age
+    rm -y --older -1d    | cannot read the age
+    rm -y --older d      | cannot read the age
+    rm -y --older 1q     | cannot read the age
+""")
+def test_what_is_refused_removes_nothing(two: Path, words: str, said: str) -> None:
+    fails(run(*words.split()), 2, said)
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
 
 
-def test_rm_asks_nobody_where_nobody_is_there(two: Path) -> None:
-    """A damaged chat can be removed."""
+def test_rm_removes_a_damaged_chat_and_several(two: Path) -> None:
     shutil.copytree(two / "thesis", two / "damaged")
     (two / "damaged" / "chat.db").write_text("{")
     assert run("show", "damaged").exit_code == 2
     assert run("rm", "damaged", "-y").exit_code == 0
     assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
-    for words in (("thesis",), ("--older", "1d")):
-        fails(run("rm", *words), 2, "--yes removes without asking")
-        assert len(os.listdir(two)) == 2
     fails(run("rm", "thesis", "budget-talk", "--yes"), 0, "removed thesis")
     assert os.listdir(two) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "left"),
-    [
-        (("thesis", "nosuch"), 2, ["budget-talk", "thesis"]),
-        (("thesis", "budget-talk"), 2, ["budget-talk", "thesis"]),
-        (("--older", "1d"), 0, ["budget-talk"]),
-    ],
-)
-def test_rm_leaves_an_open_chat(
-    two: Path, words: tuple[str, ...], code: int, left: list[str]
-) -> None:
+@table("""
+    words              | code | left
+    thesis nosuch      | 2    | budget-talk thesis
+    thesis budget-talk | 2    | budget-talk thesis
+    --older 1d         | 0    | budget-talk
+""")
+def test_rm_leaves_an_open_chat(two: Path, words: str, code: str, left: str) -> None:
     """What was named is removed as a whole, or not at all."""
     one = keeper()
     one.load(talked(), "budget-talk")
-    result = run("rm", *words, "--yes")
+    result = run("rm", *words.split(), "--yes")
     one.close()
-    assert (result.exit_code, sorted(os.listdir(two))) == (code, left)
+    assert (result.exit_code, sorted(os.listdir(two))) == (int(code), left.split())
     assert ("open in another minikv" in result.stderr) == ("nosuch" not in words)
-    assert ("budget-talk is open in another minikv: it stays" in result.stderr) == (code == 0)
+    assert ("budget-talk is open in another minikv: it stays" in result.stderr) == (code == "0")
 
 
 DAY = 86400
 
 
-@pytest.mark.parametrize(
-    ("older", "left"),
-    [
-        ("30d", "new day week"),
-        ("1mo", "new day week"),
-        ("8 d", "new day week"),
-        ("1w", "new day"),
-        ("36h", "new day"),
-        ("23.5h", "new"),
-        ("90min", "new"),
-        ("1y", "new day week month"),
-        ("10y", "new day week month years"),
-    ],
-)
+@table("""
+    older | left
+    30d   | new day week
+    1mo   | new day week
+    8 d   | new day week
+    1w    | new day
+    36h   | new day
+    23.5h | new
+    90min | new
+    1y    | new day week month
+    10y   | new day week month years
+""")
 def test_rm_older(two: Path, older: str, left: str) -> None:
     ages = {"new": 60, "day": DAY + 60, "week": 7.5 * DAY, "month": 31 * DAY, "years": 800 * DAY}
     for name, seconds in ages.items():
@@ -144,19 +141,6 @@ def test_rm_older(two: Path, older: str, left: str) -> None:
     assert result.exit_code == 0
     assert set(os.listdir(two)) == set(left.split())
     assert ("nothing was removed" in result.stderr) == ("years" in left)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ((), "rm takes the names of chats, or --older"),
-        (("thesis", "--older", "1d"), "rm takes the names of chats, or --older"),
-        *((("--older", age), "cannot read the age") for age in ("", "30", "-1d", "d", "1q")),
-    ],
-)
-def test_rm_refuses(two: Path, words: tuple[str, ...], said: str) -> None:
-    fails(run("rm", *words, "--yes"), 2, said)
-    assert sorted(os.listdir(two)) == ["budget-talk", "thesis"]
 
 
 @pytest.mark.parametrize("command", ["/clear", "/reset", "/drop 1", "/load first"])
@@ -279,55 +263,31 @@ def test_that_text_is_stored_is_told_once_on_a_terminal(document: str, home: Pat
 
 # -- /save, /fork and /load as a person sees them ---------------------------------------------
 def test_where_settings_come_from_after_a_retry_and_a_load(real: Talk) -> None:
+    """And what a run took from the chat that it resumed."""
+
+    def changed() -> dict[str, str]:
+        return {name: origin for name, origin in origins.items() if origin != "default"}
+
     origins = real.context.origins
     origins |= dict.fromkeys(SETTINGS, "default")
     real.ask("Who?")
     real.run("save mine")
     real.run("retry --policy streaming --seed 3")
-    assert changed(origins) == {}
+    assert changed() == {}
     origins["temperature"] = "--temperature"
     real.run("load mine")
-    from_chat = dict.fromkeys(
-        "policy decode budget stride seed reuse overflow system pin_system".split(), "chat mine"
-    )
-    assert changed(origins) == {**from_chat, "temperature": "--temperature"}
-
-
-def test_what_a_run_took_from_the_chat_that_it_resumed(real: Talk) -> None:
-    real.ask("Who?")
-    real.run("save mine")
-    saved = read("mine")
     held = {"policy", "decode", "budget", "stride"}
     own = {"seed", "system", "pin_system", "reuse", "overflow"}
     run = {"model", "revision", "dtype", "kv", "weights"}
-    session = real.session
-    assert commands.origins_of(session, saved, ()) == dict.fromkeys(held | own | run, "chat mine")
-    stated = set(commands.origins_of(session, saved, {"seed", "model"}))
+    from_chat = dict.fromkeys(held | own, "chat mine")
+    assert changed() == {**from_chat, "temperature": "--temperature"}
+    mine, session = read("mine"), real.session
+    assert commands.origins_of(session, mine, ()) == dict.fromkeys(held | own | run, "chat mine")
+    stated = set(commands.origins_of(session, mine, {"seed", "model"}))
     assert stated == (held | own | run) - {"seed", "model", "revision"}
     for name in ("budget", "policy"):
-        assert {*commands.origins_of(session, saved, {name})} == (held | own | run) - {name}
+        assert {*commands.origins_of(session, mine, {name})} == (held | own | run) - {name}
         session.configure(EvictionConfig.read("snapkv", budget=48))
-
-
-def changed(origins: dict[str, str]) -> dict[str, str]:
-    return {name: origin for name, origin in origins.items() if origin != "default"}
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("save a b", "/save takes one name"),
-        ("save ../x", "cannot be the name"),
-        ("load a b", "/load takes a name"),
-        ("load --reread", "/load takes a name"),
-        ("load --reread --reread x", "/load takes a name"),
-        ("load nope", "no saved chat 'nope'"),
-    ],
-)
-def test_what_cannot_be_done_changes_nothing(real: Talk, line: str, said: str) -> None:
-    real.ask("Who?")
-    assert said in real.refused(line)
-    assert len(real.session.turns) == 1
 
 
 def test_save_and_load(real: Talk) -> None:
@@ -418,15 +378,3 @@ def test_a_chat_that_is_opened_says_what_the_next_question_reads(
     question = read - (int(again[1].replace(",", "")) if again else 0)
     assert 0 < question < 60 < seen
     second.session.recall.leave()
-
-
-@pytest.mark.parametrize("kind", ["ram", "none"])
-def test_reading_again_is_said_where_it_happens(kind: str) -> None:
-    """As after /retry under another policy, which has the next question choose anew."""
-    session = recalling(kind)
-    session.attach("The mill is run by Ada. " * 8)
-    say(session, "Who?")
-    session.refresh()
-    told, read = session.reads_again, len(session.fed)
-    say(session, "When?")
-    assert (told, session.report.reuse) == ((0, "recall") if kind == "ram" else (read, "refresh"))

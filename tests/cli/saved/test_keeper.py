@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,12 @@ def test_every_turn_is_saved_for_the_user_alone(home: Path) -> None:
     one.keep(session)
     one.close()
     assert (os.listdir(home), one.name) == ([], None)
+    say(session, "Yet another")
+    one.keep(session)
+    other = talked()  # its number is lower, and it is another conversation all the same
+    one.keep(other)
+    one.close()
+    assert sorted(entry.turns for entry in listing()) == [1, 2]
 
 
 def test_a_chat_of_an_earlier_version_opens(home: Path) -> None:
@@ -218,24 +225,24 @@ def test_names_lists_and_the_newest(home: Path) -> None:
         refused(f"chat {name} (is damaged|cannot be read): ", third.load, session, name)
 
 
-def test_a_chat_that_is_open_elsewhere_is_left_alone() -> None:
+def test_a_chat_that_is_open_elsewhere_is_left_alone(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What another process saved stays."""
     session, fresh = talked(), chat()
     one = saved(session)
     refused("is open in another minikv", take_up, fresh)
     assert fresh.turns == []
     assert len(read("one").turns) == 2  # it can be read
     one.load(session, "one")  # and here it may be taken up again
+    refused("is open in another minikv", take_up, fresh)
     one.close()
     take_up(fresh)
     assert len(fresh.turns) == 2
     one.save(session)  # a keeper that was closed opens it again
     refused("is open in another minikv", take_up, fresh)
-
-
-def test_a_file_removed_or_exchanged(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A removed one is written again. What another process saved stays."""
-    session, fresh, other = talked(), chat(), keeper()
-    one, path = saved(session), home / "one" / "chat.db"
+    # One that was removed is written again.
+    path, other = home / "one" / "chat.db", keeper()
     for left in (path.unlink, lambda: shutil.rmtree(home / "one")):
         left()
         one.save(session)
@@ -322,13 +329,6 @@ def test_another_model_tokenizer_or_dtype_is_refused_by_name(
     assert questions(fresh) == ["Who owns\nthe mill?", "Why?"]
 
 
-def test_the_last_ask_is_refused_to_another_model_with_what_to_do(tmp_path: Path) -> None:
-    keeper(asks=True).keep_ask(talked(facts=model(tmp_path)))
-    other = chat(facts=model(tmp_path, weights=b"others"))
-    says = "the last ask does not belong to this run"
-    assert "without -c" in refused(says, take_up, other, database.LAST).hint
-
-
 @pytest.mark.parametrize(
     ("stated", "more"),
     [
@@ -358,7 +358,18 @@ def test_what_the_user_states_is_taken(stated: dict[str, Any], more: dict[str, A
 
 
 # -- damaged, foreign and hostile files -----------------------------------------------------
-def unchanged_but_for(path: Path, how: str) -> None:
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "noise", "link", "pipe", "folder"])
+@pytest.mark.parametrize(
+    "file",
+    "chat.db chat.jsonl document-4b2b54c8066a92b3.txt cache-81663c9ee5bb09bf.safetensors".split(),
+)
+def test_damaged_files_are_refused_with_the_reason(home: Path, how: str, file: str) -> None:
+    """Of this version and of an earlier one; then nothing has changed."""
+    if file == "chat.db":
+        saved(talked()).close()
+    else:
+        shutil.copytree(OLD, home / "one")
+    path = home / "one" / file
     data = path.read_bytes()
     path.unlink()
     if how == "pipe":
@@ -371,20 +382,6 @@ def unchanged_but_for(path: Path, how: str) -> None:
     elif how != "gone":
         changed = {"cut": data[: len(data) // 2], "noise": os.urandom(len(data)), "empty": b""}
         path.write_bytes(changed[how])
-
-
-@pytest.mark.parametrize("how", ["gone", "empty", "cut", "noise", "link", "pipe", "folder"])
-@pytest.mark.parametrize(
-    "file",
-    "chat.db chat.jsonl document-4b2b54c8066a92b3.txt cache-81663c9ee5bb09bf.safetensors".split(),
-)
-def test_damaged_files_are_refused_with_the_reason(home: Path, how: str, file: str) -> None:
-    """Of this version and of an earlier one; then nothing has changed."""
-    if file == "chat.db":
-        saved(talked()).close()
-    else:
-        shutil.copytree(OLD, home / "one")
-    unchanged_but_for(home / "one" / file, how)
     fresh, files = chat(), set(os.listdir(home / "one"))
     say(fresh, "mine")
     before = state(fresh)
@@ -427,19 +424,6 @@ def test_no_changed_bit_changes_a_chat(home: Path) -> None:
             met["nothing"] += 1
             assert state(fresh) == want
     assert all(met[what] > 2 for what in ("a page", "a value", "all", "nothing")), met
-
-
-def test_what_was_taken_back_is_not_left_in_the_file(home: Path) -> None:
-    session, one = talked(), keeper()
-    say(session, "hidden " * 100)
-    session.attach("secret " * 4000, "s.txt")
-    one.save(session, "one")
-    path = home / "one" / "chat.db"
-    assert all(word in path.read_bytes() for word in (b"secret", b"hidden"))
-    session.undo()
-    session.pending.clear()
-    one.save(session)
-    assert not any(word in path.read_bytes() for word in (b"secret", b"hidden"))
 
 
 def sql(statement: str) -> Callable[[Path], None]:
@@ -678,9 +662,9 @@ def test_an_error_of_the_disk_is_not_another_process(calls: tuple[str, ...]) -> 
         assert read("one").turns == tuple(session.turns)
 
 
-def test_a_file_that_cannot_be_opened_after_a_save_is_not_damaged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_save_whose_end_goes_wrong_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file cannot be opened after it, or a network reports an error of a replacement that was
+    made; the next save is no other minikv's."""
     session = talked()
     one = saved(session)
     say(session, "more")
@@ -697,45 +681,39 @@ def test_a_file_that_cannot_be_opened_after_a_save_is_not_damaged(
     say(session, "and more")
     one.save(session)
     assert read("one").turns == tuple(session.turns)
+    replaced = os.replace
+
+    def late(*given: Any) -> None:
+        replaced(*given)
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(os, "replace", late)
+    for count in (5, 6):
+        say(session, "more")
+        one.save(session)
+        assert len(read("one").turns) == count
 
 
-def opening(home: Path) -> tuple[Callable[[], object], set[int]]:
-    """A chat of an earlier version is opened."""
-    shutil.copytree(OLD, home / "one")
-    return lambda: held("one").close(), {2}
-
-
-def saving(home: Path) -> tuple[Callable[[], object], set[int]]:
-    """A chat of two turns is saved with a third."""
-    session = talked()
-    one = saved(session)
-    say(session, "three")
-    one.close()
-    return lambda: one.save(session), {2, 3}
-
-
-def creating(home: Path) -> tuple[Callable[[], object], set[int]]:
-    """A chat of two turns is saved for the first time."""
-    session = talked()
-    return lambda: saved(session), {0, 2}
-
-
-@pytest.mark.parametrize("begun", [opening, saving, creating])
+@pytest.mark.parametrize("begun", ["opening", "saving", "creating"])
 @pytest.mark.parametrize(
     "fatal", [errno.ENOSPC, signal.SIGKILL, pytest.param(errno.EIO, marks=pytest.mark.soak)]
 )
 def test_every_system_call_may_be_the_last(
-    home: Path,
-    begun: Callable[[Path], Any],
-    fatal: int,
-    monkeypatch: pytest.MonkeyPatch,
-    part: float,
+    home: Path, begun: str, fatal: int, monkeypatch: pytest.MonkeyPatch, part: float
 ) -> None:
     """The call fails, and all after it, or the process is killed before it. The chat on disk is the
     old one or the new one, whole. By day every third call."""
     monkeypatch.setattr(stopping, "refuse_fork", lambda: None)  # nothing is computed there
-    act, turns = begun(home)
-    one, whole = home / "one", home / "whole"
+    one, whole, session = home / "one", home / "whole", talked()
+    act, turns = partial[Any](saved, session), {0, 2}
+    if begun == "opening":  # a chat of an earlier version
+        shutil.copytree(OLD, one)
+        act, turns = partial(lambda: held("one").close()), {2}
+    elif begun == "saving":  # a third turn
+        mine = saved(session)
+        say(session, "three")
+        mine.close()
+        act, turns = partial(mine.save, session), {2, 3}
     if one.exists():
         shutil.copytree(one, whole)
     for at in range(1 + (fatal == errno.ENOSPC), 200, 1 if part == 1 else 3):
@@ -790,10 +768,11 @@ def _acted(act: Callable[[], object], at: int, fatal: int) -> int:
     return 0 if calls < at else 1
 
 
-def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a chat of 10,000 turns, that took seconds after each answer."""
-    session, one = talked(), keeper()
-    one.save(session, "one")
+def test_a_save_writes_what_changed(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The records of earlier turns are not made again: in a chat of 10,000 turns, that took seconds
+    after each answer. What was taken back is not left in the file."""
+    session = talked()
+    one = saved(session)
     made: list[object] = []
     real = TurnReport.to_dict
     monkeypatch.setattr(TurnReport, "to_dict", lambda self: made.append(self) or real(self))
@@ -804,22 +783,15 @@ def test_the_records_of_earlier_turns_are_not_made_again(monkeypatch: pytest.Mon
         one.keep(session)
         assert len(made) == count
         assert read("one").turns == tuple(session.turns)
-
-
-def test_an_error_of_a_replacement_that_was_made_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a network may report one; the next save is no other minikv's."""
-    session, real = talked(), os.replace
-    one = saved(session)
-
-    def late(*given: Any) -> None:
-        real(*given)
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
-
-    monkeypatch.setattr(os, "replace", late)
-    for count in (3, 4):
-        say(session, "more")
-        one.save(session)
-        assert len(read("one").turns) == count
+    say(session, "hidden " * 100)
+    session.attach("secret " * 4000, "s.txt")
+    one.save(session)
+    path = home / "one" / "chat.db"
+    assert all(word in path.read_bytes() for word in (b"secret", b"hidden"))
+    session.undo()
+    session.pending.clear()
+    one.save(session)
+    assert not any(word in path.read_bytes() for word in (b"secret", b"hidden"))
 
 
 def test_a_chat_that_can_only_be_read_is_opened(
@@ -848,8 +820,10 @@ def test_a_chat_that_can_only_be_read_is_opened(
 
 # -- settings and processes ---------------------------------------------------------------
 def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
+    """The last ask is refused to another model, with what to do."""
     session = talked(facts=model(tmp_path), pin_system=True)
     saved(session)
+    keeper(asks=True).keep_ask(session)
     settings = resumed(Settings(), "one", ())
     assert settings.model == str(tmp_path / "a")
     assert (settings.system, settings.seed, settings.pin_system) == ("be brief", 4, True)
@@ -858,15 +832,15 @@ def test_settings_of_a_saved_chat_build_it_again(tmp_path: Path) -> None:
     settings = resumed(stated, "one", {"model", "seed", "policy", "budget"})
     assert (settings.model, settings.revision, settings.seed) == ("x/y", None, 1)
     assert (settings.policy, settings.budget) == ("snapkv", "64")
+    other = chat(facts=model(tmp_path, weights=b"others"))
+    says = "the last ask does not belong to this run"
+    assert "without -c" in refused(says, take_up, other, database.LAST).hint
 
 
 def test_thoughts_are_saved_and_left_out_of_the_next_turn() -> None:
-    def thinker() -> ChatSession:
-        session = chat("full")
+    first, second = chat("full"), chat("full")
+    for session in (first, second):
         session.template = ThinkML(ByteTokenizer())
-        return session
-
-    first, second = thinker(), thinker()
     list(first.ask("Who?", 30, 0.7, max_thoughts=9))
     saved(first).close()
     assert take_up(second).turns == tuple(first.turns)

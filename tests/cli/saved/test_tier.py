@@ -107,10 +107,10 @@ def unread(session: ChatSession, question: str) -> tuple[str, list[int]]:
     return found
 
 
-# -- taken up again ---------------------------------------------------------------------------
 full = failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
+# -- taken up again ---------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["file", "ram"])
 @pytest.mark.parametrize("dtype", ["same", "int8"])
 def test_the_next_question_is_a_recall(home: Path, kind: str, dtype: str) -> None:
@@ -192,8 +192,11 @@ def test_a_cache_that_is_damaged_or_was_not_saved_is_not_missed(
     assert unread(third, "Then?") == twin[1]
 
 
-def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
-    """And nothing where no tier or another number format was."""
+def test_memory_is_taken_where_it_was_asked_for(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing where no tier or another number format was. Where there is no memory, the chat is
+    loaded, says so, and answers as one that reads all of it."""
     twin = talked_on()
     talked()
     _, again = resumed("one", kind="ram")
@@ -203,6 +206,13 @@ def test_memory_is_taken_where_it_was_asked_for(home: Path) -> None:
     for given in ({"kind": "none"}, {"given": ("tier_dtype",), "dtype": "int8"}):
         _, again = resumed("one", **given)
         assert again.recall.tier is None
+    assert capsys.readouterr().err == ""
+    with patch.object(RamRows, "reserve", failing(MemoryError())):
+        keeper, again = resumed("one", kind="ram")
+    assert "the tier cannot be used: out of memory" in capsys.readouterr().err
+    assert (keeper.name, len(again.turns), again.recall.tier) == ("one", 2, None)
+    assert FileRows.open(home / "one" / TIER).rows > 0  # nobody holds it
+    assert say(again, "And now?") == twin[0]
 
 
 def test_a_tier_of_another_model_is_left_alone(home: Path, tmp_path: Path) -> None:
@@ -271,27 +281,25 @@ def test_a_fork_goes_on_and_leaves_the_other(home: Path, kind: str) -> None:
         assert keeper.name == "two"
 
 
-def test_a_fork_that_fails_changes_nothing(home: Path) -> None:
+@pytest.mark.parametrize(
+    ("owner", "call", "saved"),
+    [(keepers, "renew", False), (keepers, "renew", True), (os, "posix_fallocate", True)],
+)
+def test_a_save_that_fails_leaves_the_chat_and_its_tier(
+    home: Path, owner: object, call: str, saved: bool
+) -> None:
+    """As does a fork of a saved one. What was made of the new chat by then is removed."""
     twin = talked_on()
-    keeper, session = talked()
-    with patch.object(os, "posix_fallocate", full):
-        refused(r"cannot be saved.*No space left", keeper.save, session, "two", fork=True)
-    assert (keeper.name, os.listdir(home)) == ("one", ["one"])
-    assert unread(session, "And now?") == twin[0]
-    keeper.keep(session)
-    _, again = resumed("one")
-    assert unread(again, "Then?") == twin[1]
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_save_that_fails_at_its_end_leaves_the_tier(home: Path, saved: bool) -> None:
-    """What was made of the new chat by then is removed."""
-    keeper, session = asked("mill.txt")
-    if saved:
-        keeper.save(session, "one")
-    with patch.object(keepers, "renew", full):
-        refused("No space left", keeper.save, session, "two", fork=saved)
+    keeper, session = talked() if saved else asked("mill.txt")
+    with patch.object(owner, call, full):
+        refused("cannot be saved.*No space left", keeper.save, session, "two", fork=saved)
     assert not (home / "two").exists()
+    if saved:
+        assert (keeper.name, os.listdir(home)) == ("one", ["one"])
+        assert unread(session, "And now?") == twin[0]
+        keeper.keep(session)
+        keeper, session = resumed("one")
+        assert unread(session, "Then?") == twin[1]
     for question in ("Why?", "When?", "Where?"):
         unread(session, question)
     keeper.save(session, "two")
@@ -299,11 +307,12 @@ def test_a_save_that_fails_at_its_end_leaves_the_tier(home: Path, saved: bool) -
 
 
 # -- what goes wrong ----------------------------------------------------------------------------
-@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "earlier", "gone"])
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.999, "manifest", "short", "earlier", "gone"])
 def test_a_damaged_part_is_read_again_and_said_in_one_line(
     home: Path, at: float | str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Or all of it, where the manifest is damaged or the tier is one file, as it was earlier."""
+    """Or all of it, where the manifest is damaged or the tier is one file, as it was earlier. The
+    line comes when the chat is opened, if the file is too short for its rows."""
     twin = talked_on()
     talked()
     end()
@@ -313,6 +322,8 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
         path.write_bytes(b"minikv tier 1\n")
     elif at == "gone":
         (path / "rows").unlink()
+    elif at == "short":
+        os.truncate(path / "rows", (path / "rows").stat().st_size // 2)
     else:
         path /= "manifest" if at == "manifest" else "rows"
         data = bytearray(path.read_bytes())
@@ -357,7 +368,6 @@ def test_a_full_disk_is_said_at_the_beginning(home: Path, monkeypatch: pytest.Mo
 def test_a_disk_that_becomes_full_costs_the_tier(call: str) -> None:
     keeper, session = asked()
     keeper.keep(session)
-    assert session.recall.file is not None
     session.recall.file.sync()
     notes: list[str] = []
     with patch.object(os, call, full):
@@ -385,16 +395,15 @@ def test_a_chat_that_is_not_saved_leaves_nothing(home: Path) -> None:
     unread(session, "And now?")
     _, again = resumed("one")
     unread(again, "Then?")
-
-
-def test_a_chat_without_an_answer_leaves_nothing(home: Path) -> None:
+    end()
+    # Nor does one without an answer.
     _, session = start()
     session.attach(MILL)
     with pytest.raises(Exception, match="stopped"):
         list(session.ask("Who?", progress=lambda done, total: session.cancel()))
-    assert len(os.listdir(home)) == 1
+    assert len(os.listdir(home)) == 2
     end()
-    assert os.listdir(home) == []
+    assert os.listdir(home) == ["one"]
 
 
 def test_what_a_killed_process_left_is_removed(home: Path) -> None:
@@ -406,10 +415,7 @@ def test_what_a_killed_process_left_is_removed(home: Path) -> None:
     talked()
     assert sorted(os.listdir(home)) == [".tier-fedcba9876543210.kv", ".tier-mine", "one"]
     other.close()
-
-
-def test_the_files_are_of_one_process_at_a_time(home: Path) -> None:
-    talked()
+    # The files are of one process at a time.
     code = f"{_BEGIN}keeper.load(session, 'one')"
     assert "is open in another minikv" in forked.run(*PATHS, code=code).err
     tier = FileRows.open(home / "one" / TIER, shared=True)
@@ -442,16 +448,6 @@ for turn in range(10_000):
 """
 
 
-def killed(home: Path, after: float) -> ChatSession:
-    """A process that talks is killed so many seconds after it has begun; then the chat is taken
-    up."""
-    with forked.Piped(*PATHS, code=_TALKER) as process:
-        assert process.stdout.readline() == b"begun\n"
-        time.sleep(after)
-        process.send_signal(signal.SIGKILL)
-    return resumed("one")[1]
-
-
 @pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_killed_chat_is_its_last_complete_turn(
     home: Path, count: int, capsys: pytest.CaptureFixture[str]
@@ -460,7 +456,11 @@ def test_a_killed_chat_is_its_last_complete_turn(
     answer is that of a chat that reads all of it."""
     given = []
     for i in range(count):
-        session = killed(home, i / (count - 1))  # seconds
+        with forked.Piped(*PATHS, code=_TALKER) as process:
+            assert process.stdout.readline() == b"begun\n"
+            time.sleep(i / (count - 1))
+            process.send_signal(signal.SIGKILL)
+        _, session = resumed("one")
         assert capsys.readouterr().err == ""  # nothing is damaged
         saved = read("one")
         assert session.turns == list(saved.turns)
@@ -472,8 +472,6 @@ def test_a_killed_chat_is_its_last_complete_turn(
         assert session.fed[: len(before)] == before
         assert want.reports[-1].reuse == "refresh"
         rows, exact = session.recall.file, want.recall.tier
-        assert rows
-        assert exact
         for layer in range(2):
             for name, column in rows.read(layer, rows.rows).items():
                 other = exact.rows.read(layer, rows.rows)[name]
@@ -482,19 +480,3 @@ def test_a_killed_chat_is_its_last_complete_turn(
         end()
         shutil.rmtree(home)
     assert max(given) > len(MILL)
-
-
-def test_a_tier_without_memory_is_done_without(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The chat is loaded, says so, and answers as one that reads all of it."""
-    talked("ram")
-    end()
-    keeper, session = start("ram")
-    with patch.object(RamRows, "reserve", failing(MemoryError())):
-        keeper.load(session, "one")
-    assert "the tier cannot be used: out of memory" in capsys.readouterr().err
-    assert (keeper.name, len(session.turns), session.recall.tier) == ("one", 2, None)
-    assert FileRows.open(home / "one" / TIER).rows > 0  # nobody holds it
-    want = talked_on("ram")
-    assert say(session, "And now?") == want[0]

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prompt_toolkit.completion import CompleteEvent
 from prompt_toolkit.document import Document
 from prompt_toolkit.history import InMemoryHistory
-from refusals import failing
 from small_chat import chat
 from terminals import Terminals
 
@@ -116,7 +116,9 @@ def began(terminal: Terminals, *typed: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
-def test_lines_blocks_and_the_end(start: Start, kind: str) -> None:
+def test_lines_blocks_pastes_and_the_end(start: Start, kind: str) -> None:
+    """Lines with an Enter each are messages, however fast they come; a block is one, and so is a
+    bracketed paste."""
     terminal = start(term=kind)
     assert got(terminal, "a line\r") == "a line"
     terminal.ready()
@@ -125,15 +127,6 @@ def test_lines_blocks_and_the_end(start: Start, kind: str) -> None:
     # Which the chat sends with one slash.
     assert got(terminal, '"""/etc is a folder"""\r') == "//etc is a folder"
     terminal.ready()
-    terminal.type("\x04")
-    terminal.until("end")
-    assert terminal.code() == 0
-
-
-@pytest.mark.parametrize("kind", ["xterm", "dumb"])
-def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
-    """Lines with an Enter each are messages, however fast they come; a block is one."""
-    terminal = start(term=kind)
     terminal.type('one\rtwo\r"""three\rfour"""\r')
     for message in ("one", "two", "three\nfour"):
         assert got(terminal) == message
@@ -145,10 +138,15 @@ def test_only_a_bracketed_paste_is_one_message(start: Start, kind: str) -> None:
         assert got(terminal, "\r") == "one\ntwo\nthree"
         terminal.ready()
         assert got(terminal, "one\x1b\rtwo\nthree\r") == "one\ntwo\nthree"
+    terminal.ready()
+    terminal.type("\x04")
+    terminal.until("end")
+    assert terminal.code() == 0
 
 
 @pytest.mark.parametrize("kind", ["xterm", "dumb"])
 def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, kind: str) -> None:
+    """A paste is one message then, too, and waits."""
     terminal = start(term=kind, pause=0.5)
     began(terminal, "\r", "/next\r", "then\rlast\r")
     echoed = terminal.until("ready")
@@ -158,10 +156,9 @@ def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, k
         assert kind == "dumb" or message in shown  # the message stands above its answer
         assert terminal.until("\r\n").strip() == repr(message)
     terminal.until(READY)
-
-
-def test_a_paste_during_an_answer_is_one_message_and_waits(start: Start) -> None:
-    terminal = start(pause=0.5)
+    if kind == "dumb":
+        return
+    terminal.ready()
     terminal.type("first\r")
     assert "\x1b[?2004h" in terminal.until("writing")[-40:]  # pastes keep their marks
     terminal.type(PASTE.format("pas\rted"))
@@ -285,13 +282,21 @@ def test_where_no_history_can_be_kept_the_chat_goes_on(start: Start, place: str)
     assert got(terminal, "\x1b[A", "\r") == "a"  # of this chat
 
 
-@pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_the_toolbar_and_plain_terminals(start: Start, term: str) -> None:
-    terminal = start(term=term)
+ASCII = {"PYTHONIOENCODING": "ascii", "NO_COLOR": "1"}
+
+
+@pytest.mark.parametrize("env", [{}, {"term": "dumb"}, ASCII], ids=["xterm", "dumb", "ascii"])
+def test_the_toolbar_and_plain_terminals(start: Start, env: dict[str, str]) -> None:
+    terminal = start(**env)
     columns = termios.tcgetwinsize(terminal.fd)[1] or 80
     got(terminal, "x\r")
-    assert (f"BAR 7 · {columns}" in terminal.seen) == (term == "xterm")
-    assert ("\x1b" in terminal.seen) == (term == "xterm")
+    sign = "-" if env is ASCII else "·"
+    assert (f"BAR 7 {sign} {columns}" in terminal.seen) == ("term" not in env)
+    assert ("\x1b" in terminal.seen) == ("term" not in env)
+    if env is ASCII:
+        assert terminal.seen.isascii()
+        assert "> " in terminal.seen
+        assert "?" not in terminal.seen.replace("\x1b[?", "")
 
 
 @pytest.mark.parametrize("policy", ["adakv", "full"])
@@ -310,15 +315,6 @@ def test_the_toolbar_holds_whole_items_at_any_width(policy: str) -> None:
     list(session.ask("Who?", 4))
     opened.restore(replace(session.snapshot(), held=None))
     assert render.toolbar(opened, 20) == f"{len(session.log.ids):,} of 2,048 tokens"
-
-
-def test_an_ascii_terminal_gets_an_ascii_prompt(start: Start) -> None:
-    terminal = start(PYTHONIOENCODING="ascii", NO_COLOR="1")
-    got(terminal, "x\r")
-    assert terminal.seen.isascii()
-    assert "> " in terminal.seen
-    assert "BAR 7 - " in terminal.seen
-    assert "?" not in terminal.seen.replace("\x1b[?", "")
 
 
 # -- without a terminal ----------------------------------------------------------------------
@@ -374,56 +370,52 @@ def test_completion_knows_words_and_paths(tmp_path: Path, monkeypatch: pytest.Mo
         assert [text[: len(text) + one.start_position] + one.text for one in found] == offered
 
 
-def newest(path: Path) -> list[str]:
-    return list(editor.history_in(path).load_history_strings())
-
-
 def test_history_survives_damage_and_is_its_users_alone(tmp_path: Path) -> None:
+    def newest() -> list[str]:
+        return list(editor.history_in(path).load_history_strings())
+
     path = tmp_path / "history"
     path.write_bytes(b"\xff\xfe\n+old\n" + b'"of an earlier version"\n')
     path.chmod(0o644)
     editor.history_in(path).store_string("new\n[bold]\x1b")
-    assert newest(path) == ["new\n[bold]\x1b", "old"]
+    assert newest() == ["new\n[bold]\x1b", "old"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.unlink()
     history = editor.HistoryFile(path)
     history.store_string("again")  # as it was removed, it is made anew
-    assert (newest(path), stat.S_IMODE(path.stat().st_mode)) == (["again"], 0o600)
+    assert (newest(), stat.S_IMODE(path.stat().st_mode)) == (["again"], 0o600)
     full = editor.HistoryFile("/dev/full")
     full.store_string("x")  # a disk without room costs no chat
     assert [entry.name for entry in tmp_path.iterdir()] == ["history"]
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "pipe with a reader"])
 def test_history_follows_no_link_and_waits_for_no_pipe(tmp_path: Path, kind: str) -> None:
     other, path = tmp_path / "other", tmp_path / "history"
     other.write_text("+secret\n")
     path.symlink_to(other) if kind == "link" else os.mkfifo(path)
+    reader = os.open(path if "reader" in kind else other, os.O_RDONLY | os.O_NONBLOCK)
     assert isinstance(editor.history_in(path), InMemoryHistory)
     editor.HistoryFile(path).store_string("new")  # it was put there while the chat ran
-    assert other.read_text() == "+secret\n"
+    assert os.read(reader, 99) == (b"" if "reader" in kind else b"+secret\n")
+    os.close(reader)
 
 
-def app(running: bool, done: bool = False) -> Any:
-    """Of a prompt, as far as a signal ends it."""
+@pytest.mark.parametrize("moment", ["typing", "Enter was pressed", "about to begin"])
+def test_a_signal_ends_the_prompt(moment: str) -> None:
+    """Between Enter and the end of the prompt there is nothing that could be left. As the prompt
+    begins, asyncio may lose what the signal raises; the prompt then ends as it begins."""
+    running, before = moment != "about to begin", signal.getsignal(signal.SIGTERM)
     loop = SimpleNamespace(call_soon_threadsafe=lambda leave: leave())
-    leave = SimpleNamespace(is_running=running, is_done=done, loop=loop if running else None)
-    leave.exit = lambda exception: failing(exception)()
-    return leave
-
-
-@pytest.mark.parametrize("done", [False, True])
-def test_a_signal_ends_the_prompt_also_when_it_has_its_answer(done: bool) -> None:
-    """Between Enter and the end of the prompt there is nothing that could be left."""
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(Terminated), editor._ending(app(True, done)):
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_signal_ends_a_prompt_that_was_about_to_begin() -> None:
-    """asyncio may lose what the signal raises; the prompt then ends as it begins."""
-    ending = editor._ending(app(False))
+    app: Any = SimpleNamespace(is_running=running, loop=loop if running else None)
+    app.is_done, app.exit = moment.startswith("Enter"), Mock(side_effect=Terminated)
+    ending = editor._ending(app)
+    if running:
+        with pytest.raises(Terminated), ending:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is before
+        assert app.exit.called == (moment == "typing")
+        return
     begins = ending.__enter__()
     with contextlib.suppress(Terminated):
         os.kill(os.getpid(), signal.SIGTERM)

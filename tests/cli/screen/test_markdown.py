@@ -91,8 +91,6 @@ def area(r: float) -> float:  # a note
     return 3.14 * r if r else "none"
 ```
 '''
-
-
 FAMILY = "\N{MAN}\u200d\N{WOMAN}\u200d\N{GIRL}"
 TABLE = "| name | value |\n|:--|--:|\n| alpha | **1** |\n| beta gamma | 22 |\n"
 LISTED = "1. this:\n   ```sh\n   ls  -l\n   ```\n   and {0}so{0}"
@@ -185,11 +183,10 @@ def test_poor_terminals_get_the_signs_and_styles_that_they_can_show() -> None:
     assert window.lines()[6:9] == ["+---+---+", "| x | y |", "+---+---+"]
 
 
-def test_a_table_needs_room_for_its_words() -> None:
+def test_what_does_not_fit_stays_as_it_streamed() -> None:
     narrow = show(TABLE, columns=18).lines()
     assert [line for line in narrow if line.startswith("│ beta  ")]  # between words
-    assert show(TABLE, columns=14).text().split() == TABLE.split()  # left as it was
-    # A block taller than the window stays as it streamed.
+    assert show(TABLE, columns=14).text().split() == TABLE.split()
     source = " ".join(f"**w{n}**" for n in range(200))
     window = show(f"{source}\n\n**last**", columns=40, rows=10)
     assert window.text().split() == [*source.split(), "last"]
@@ -204,6 +201,19 @@ def test_the_block_under_construction_is_seen_and_its_rows_alone_are_taken_back(
     window.feed(answer.push("d " + "word " * 20 + "\n\nNext"))
     rows = ["before", "Some bold word" + " word" * 7, "word" + " word" * 9, "word word word"]
     assert window.lines()[:6] == [*rows, "", "Next"]
+
+
+def test_a_block_that_was_under_way_is_shown_again_when_the_answer_goes_on() -> None:
+    (_, whole), (_, first), (_, code), (_, fresh) = (opened(60, colour=False) for _ in range(4))
+    styles, table = re.compile(r"\x1b\[[\d;]*[A-Za-z]"), "| a | b |\n|---|---|\n| 1 |"
+    whole.push("# Head\n\nOne two **thr")
+    assert styles.sub("", first.resume("# Head\n\nOne two **thr")) == "One two **thr"
+    assert first.push("ee** four.\n\n- a") == whole.push("ee** four.\n\n- a")
+    assert code.resume("Text:\n\n```py\nx = 1\ny") == ""
+    assert code.push(" = 2\n```\n").startswith(" = 2\n")
+    assert opened(60, colour=False)[1].resume("done.\n\n") == ""
+    assert styles.sub("", fresh.resume(f"So:\n\n{table}")) == table
+    assert "│" in fresh.push(" 2 |\n\nEnd")  # the whole table, formatted
 
 
 WIDTHLESS = re.compile("[\u200d\ufe0f\u20e3]")
@@ -286,8 +296,6 @@ def test_colours_never_change_code(kind: str, text: str) -> None:
 
 
 # -- the window ------------------------------------------------------------------------------
-
-
 def test_a_resize_or_another_writer_leaves_the_block_and_sets_the_next() -> None:
     window, answer = opened()
     window.feed(answer.push("**first** " + "word " * 20))
@@ -314,8 +322,6 @@ def test_wide_characters_and_joined_ones_are_counted_as_the_widest_terminal_does
 
 
 UNIQUE = "q{}z"
-
-
 MARKED = "{}|{}|{}|**{}**|*{}*|`{}`|~~{}~~|[{}](http://l.k)|漢{}字|<b>{}|**{}|{}\\*|é{}…".split("|")
 KINDS = "text head list loose quote table fence rule code lines".split()
 
@@ -427,11 +433,16 @@ def test_long_answers_cost_little() -> None:
 
 # -- the terminal around it ------------------------------------------------------------------
 CHILD = """
-import signal, termios, os
+import os, signal, sys, termios
+from minikv.cli.screen.keyboard import unechoed
 from minikv.cli.screen.terminal import Terminal
 terminal = Terminal()
-def echo():
-    return bool(termios.tcgetattr(1)[3] & termios.ECHO)
+def echo(on=None):
+    mode = termios.tcgetattr(1)
+    if on is not None:
+        mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
+        termios.tcsetattr(1, termios.TCSANOW, mode)
+    return bool(mode[3] & termios.ECHO)
 before = echo()
 with terminal.answering():
     for piece in ("Some **bo", "ld** text"):
@@ -443,43 +454,27 @@ with terminal.answering():
         terminal.answer(piece)
     terminal.end_answer()
 print(before, inside, echo(), "done")
-"""
-
-
-@pytest.mark.parametrize("resumed", ["", "1"])
-def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
-    env = {"TERM": "xterm", "RESUME": resumed}
-    with closing(Terminals([sys.executable, "-c", CHILD], env)) as child:
-        child.until("True False True done")
-    window = Window()
-    window.stream.feed(child.seen)
-    first = "Some **bold** text" if resumed else "Some bold text"
-    assert window.text().startswith(f"{first}\n\nnext\nTrue")
-
-
-BACKGROUND = """
-import os, signal, sys, termios
-from minikv.cli.screen.keyboard import unechoed
-def echo(on=None):
-    mode = termios.tcgetattr(1)
-    if on is not None:
-        mode[3] = mode[3] | termios.ECHO if on else mode[3] & ~termios.ECHO
-        termios.tcsetattr(1, termios.TCSANOW, mode)
-    return bool(mode[3] & termios.ECHO)
 echo(False)
 with unechoed(sys.stdout):
     echo(True)
     os.kill(os.getpid(), signal.SIGCONT)
     inside = echo()
-print(inside, echo(), "done")
+print(inside, echo(), "in front")
 """
 
 
-def test_echo_that_a_shell_switched_on_is_left_on() -> None:
+@pytest.mark.parametrize("resumed", ["", "1"])
+def test_keys_are_not_echoed_into_an_answer(resumed: str) -> None:
     """A chat that began in the background of a line editor saw echo off; the shell switches it on
-    before the chat comes to the front."""
-    with closing(Terminals([sys.executable, "-c", BACKGROUND], {"TERM": "xterm"})) as child:
-        child.until("False True done")
+    before the chat comes to the front, and then it is left on."""
+    env = {"TERM": "xterm", "RESUME": resumed}
+    with closing(Terminals([sys.executable, "-c", CHILD], env)) as child:
+        child.until("True False True done")
+        child.until("False True in front")
+    window = Window()
+    window.stream.feed(child.seen)
+    first = "Some **bold** text" if resumed else "Some bold text"
+    assert window.text().startswith(f"{first}\n\nnext\nTrue")
 
 
 _HOSTILE = (

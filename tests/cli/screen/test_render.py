@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from small_chat import reported
+from tables import table
 from test_kept import HOSTILE, STORY, chat, facts
 from typed import invoke, on_screen
 
@@ -77,26 +78,24 @@ def test_a_measurement_holds_no_more_than_all() -> None:
     assert results.table(cells).count("100.0%") >= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("kvcrush", "bits=kv: a token has one bit per KV head; in the paper one per query head"),
-        ("nacl", "draw=score: a token is drawn in proportion to its score; the release draws by"),
-        ("draw", "draw=score"),
-        ("roco", "with --stride statistics begin with the first block; the release's begin with"),
-        ("keydiff", "the first 4 and the newest 10 tokens stay; paper and kvpress protect none"),
-        ("l2", "kvpress and KVCache-Factory protect none"),
-        ("tova", "the newest token stays; the release lets it go"),
-        ("streaming", "keys keep their positions"),
-        ("pyramidkv", "layers sum to the budget to the token"),
-        ("adakv", "alpha=0.2, as in the authors' scripts"),
-        ("h2o", "after another prompt policy its sums begin with"),
-        ("scissorhands", "one token leaves at every step; in the paper half of the cache"),
-        ("hashevict", "the release compares the new key's (hash_with=key)"),
-        ("rkv", "the release leaves them out (softmax=past)"),
-        ("h2o+ada", "the authors' rounding drifts (rounding=official)"),
-    ],
-)
+@table("""
+    name         | words
+    kvcrush      | bits=kv: a token has one bit per KV head; in the paper one per query head
+    nacl         | draw=score: a token is drawn in proportion to its score; the release draws by
+    draw         | draw=score
+    roco         | with --stride statistics begin with the first block; the release's begin with
+    keydiff      | the first 4 and the newest 10 tokens stay; paper and kvpress protect none
+    l2           | kvpress and KVCache-Factory protect none
+    tova         | the newest token stays; the release lets it go
+    streaming    | keys keep their positions
+    pyramidkv    | layers sum to the budget to the token
+    adakv        | alpha=0.2, as in the authors' scripts
+    h2o          | after another prompt policy its sums begin with
+    scissorhands | one token leaves at every step; in the paper half of the cache
+    hashevict    | the release compares the new key's (hash_with=key)
+    rkv          | the release leaves them out (softmax=past)
+    h2o+ada      | the authors' rounding drifts (rounding=official)
+""")
 def test_a_card_says_how_a_policy_differs_from_paper_and_release(name: str, words: str) -> None:
     """Of all its parts."""
     card = invoke("policies", "show", name).stdout.rstrip("\n")

@@ -16,26 +16,12 @@ from typing import Any
 from unittest.mock import Mock, call
 
 import pytest
-from refusals import refused
+from refusals import failing, refused
 from typed import Tty
 
 from minikv.cli.screen import terminal
 from minikv.cli.screen.terminal import OutputError, Terminal
 from minikv.cli.screen.text import clean
-
-
-class Broken(io.StringIO):
-    """A stream that takes nothing. `error` is what each write gives."""
-
-    encoding = "utf-8"
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__()
-        self.error = error
-
-    def write(self, text: str) -> int:
-        raise self.error
-
 
 Use = Callable[..., tuple[Any, Any, Any]]
 
@@ -44,23 +30,23 @@ Use = Callable[..., tuple[Any, Any, Any]]
 def streams(monkeypatch: pytest.MonkeyPatch) -> Use:
     """Makes a Terminal, with stdout and stderr that are none. To be called in the test, as pytest
     has streams of its own for a fixture."""
-    return partial(_use, monkeypatch, io.StringIO)
+
+    def begin(kind: type[io.StringIO] = io.StringIO, **given: bool) -> tuple[Any, ...]:
+        out, err = kind(), kind()
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", err)
+        return Terminal(**given), out, err
+
+    return begin
 
 
 @pytest.fixture
-def screens(monkeypatch: pytest.MonkeyPatch) -> Use:
+def screens(monkeypatch: pytest.MonkeyPatch, streams: Use) -> Use:
     """The same on a terminal of 40 columns that takes escape sequences."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    return partial(_use, monkeypatch, Tty)
-
-
-def _use(patch: pytest.MonkeyPatch, kind: type[io.StringIO], **given: bool) -> tuple[Any, ...]:
-    made = kind(), kind()
-    for name, stream in zip(("stdout", "stderr"), made, strict=True):
-        patch.setattr(sys, name, stream)
-    return Terminal(**given), *made
+    return partial(streams, Tty)
 
 
 # -- characters -----------------------------------------------------------------------------------
@@ -173,7 +159,7 @@ def test_what_a_terminal_may_be_shown(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    made, _, err = screens(**given)
+    made, out, err = screens(**given)
     live, colour, plain = (word in may for word in ("live", "colour", "plain"))
     assert (made.live, made.colour, made.plain) == (live, colour, plain)
     made.say("x", "bad")
@@ -181,20 +167,12 @@ def test_what_a_terminal_may_be_shown(
     assert made.copy("a\x1bb é") != plain
     data = base64.b64encode("ab é".encode()).decode()
     assert err.getvalue().endswith(f"\x1b]52;c;{data}\x07") != plain
-    monkeypatch.delenv("TERM")
-    assert Terminal().plain  # nobody says what the terminal can do
-
-
-@pytest.mark.parametrize("colour", [True, False])
-def test_code_in_an_answer_has_a_colour_unless_the_user_wants_none(
-    screens: Use, monkeypatch: pytest.MonkeyPatch, colour: bool
-) -> None:
-    monkeypatch.setenv("NO_COLOR", "" if colour else "1")
-    made, out, _ = screens()
     with made.answering():
         made.answer("a `word`\n\n")
         made.end_answer()
     assert ("\x1b[36mword" in out.getvalue()) == colour
+    monkeypatch.delenv("TERM")
+    assert Terminal().plain  # nobody says what the terminal can do
 
 
 def test_an_answer_on_a_terminal_is_markdown(screens: Use) -> None:
@@ -241,21 +219,23 @@ def test_messages_that_nobody_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert not os.path.samestat(os.fstat(out.fileno()), null)
 
 
-FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
 def test_an_answer_that_nobody_takes_is_an_error(streams: Use) -> None:
     """Messages that a full disk refuses cost no answer."""
+
+    def broken(error: OSError) -> Any:
+        return Mock(wraps=io.StringIO(), encoding="utf-8", write=failing(error))
+
+    full = OSError(errno.ENOSPC, "No space left on device")
     made, out, _ = streams()
-    made.err = Broken(FULL)
+    made.err = broken(full)
     made.say("a message")
     made.answer("the answer")
     assert out.getvalue() == "the answer"
     made, *_ = streams()
-    made.out = Broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    made.out = broken(BrokenPipeError(errno.EPIPE, "Broken pipe"))
     with pytest.raises(BrokenPipeError):
         made.answer("x")
-    made.out = Broken(FULL)
+    made.out = broken(full)
     with pytest.raises(OutputError, match="cannot write the output: No space left on device"):
         made.data("x")
 
