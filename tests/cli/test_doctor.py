@@ -135,10 +135,14 @@ def test_a_token_is_told_and_never_shown(quick: None, monkeypatch: pytest.Monkey
     hub(monkeypatch, SECRET, lambda: pytest.fail("touched the network"))
     check = examination.hub(offline=True)
     assert (check.state, check.detail.split(";")[0]) == (OK, "not contacted: offline")
-    hub(monkeypatch, SECRET, {"name": "ada"})
-    assert "hf auth login" in examination.hub(offline=True).detail
-    monkeypatch.setenv("HF_TOKEN", SECRET)
-    assert "set by HF_TOKEN" in examination.hub(offline=True).detail
+    for token, variable, where in (
+        (SECRET, "", "token stored by `hf auth login`"),
+        (None, SECRET, "token set by HF_TOKEN"),
+        (SECRET, SECRET, "token set by HF_TOKEN"),
+    ):
+        hub(monkeypatch, token, {"name": "ada"})
+        monkeypatch.setenv("HF_TOKEN", variable)
+        assert examination.hub(offline=True).detail == f"not contacted: offline; {where}"
     code, text = run()
     assert (code, "as ada" in text, SECRET in text) == (0, True, False)
 

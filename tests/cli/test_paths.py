@@ -72,9 +72,13 @@ def test_without_a_home_directory(
         lambda: keeper.place({}, saved=False),
     ],
 )
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("own", "umask"), [(True, 0), (False, 0), (True, 0o177)])
 def test_folders_are_the_users_alone_for_any_umask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], own: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[], object],
+    own: bool,
+    umask: int,
 ) -> None:
     """Also those above: who may write to one of them may exchange what is in it."""
     home = tmp_path / "above" / "home"
@@ -82,7 +86,7 @@ def test_folders_are_the_users_alone_for_any_umask(
     for name in ("CONFIG", "DATA", "STATE", "CACHE"):
         monkeypatch.delenv(f"XDG_{name}_HOME", raising=False)
     monkeypatch.setenv(paths.HOME, str(home / "minikv") if own else "")
-    before = os.umask(0)
+    before = os.umask(umask)
     try:
         act()
     finally:
