@@ -175,20 +175,11 @@ def test_a_check_says_nothing_about_what_is_right() -> None:
     assert checks.quoted("x" * 100) == f"'{'x' * 56}..."
 
 
-@pytest.mark.parametrize(
-    ("word", "near"),
-    [
-        ("hepl", "/help"),
-        ("/rset", "/reset"),
-        ("verfy", "/verify"),
-        ("h20", "h2o"),
-        ("top-p", "top_p"),
-        ("nonsense", ""),
-        ("foo", ""),
-        ("list", ""),
-        ("lru", ""),
-    ],
-)
-def test_only_a_slip_is_taken_for_another_name(word: str, near: str) -> None:
+SLIPS = "hepl=/help /rset=/reset verfy=/verify h20=h2o top-p=top_p nonsense= foo= list= lru="
+
+
+@pytest.mark.parametrize("slip", SLIPS.split())
+def test_only_a_slip_is_taken_for_another_name(slip: str) -> None:
+    word, near = slip.split("=")
     known = "/help /kept /tokens /fork /set /reset /verify h2o l2 top_p".split()
     assert checks.guess(word, known) == (f"did you mean {near}? " if near else "")

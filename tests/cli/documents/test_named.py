@@ -144,7 +144,7 @@ def test_what_means_nothing_is_one_line(
     assert caught.hint.startswith(hint)
 
 
-def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_or_too_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_FILES", 3)
     monkeypatch.setattr(sources, "MAX_LOOKED", 5)
     monkeypatch.setattr(sources, "LISTED", 2)
@@ -155,17 +155,15 @@ def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tree(tmp_path, *more)
         for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
             refused(f"means more than {most} files", names, named)
-
-
-def test_the_size_limit_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A limit on their size.
     for module in (documents, sources):
         monkeypatch.setattr(module, "MAX_BYTES", 100)
-    tree(tmp_path, "1", "2", data=b"x" * 50)
-    tree(tmp_path, "large", data=b"x" * 101)
-    _, notes = read([str(tmp_path)], Terminal())
+    folder = tree(tmp_path / "sized", "1", "2", data=b"x" * 50)
+    tree(folder, "large", data=b"x" * 101)
+    _, notes = read([str(folder)], Terminal())
     assert notes[0].endswith("skipped 1 too large (large)")
-    tree(tmp_path, "3")
-    refused("is larger than", names, tmp_path)
+    tree(folder, "3")
+    refused("is larger than", names, folder)
 
 
 def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pypdf
 import pytest
+from processes import scripted
 from refusals import refused
 
 from minikv.cli.documents import child, parsers
@@ -280,13 +281,13 @@ def test_the_child_says_why_and_the_chat_tells_it() -> None:
     assert (error.hint, error.exit_code) == ("save a copy without a password first", 2)
 
 
+BROKE = r"printf 'first\nMemoryError \033[31mat\n' >&2; exit 1"
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (
-            r"printf 'first\nMemoryError \033[31mat\n' >&2; exit 1",
-            "cannot be read: MemoryError [31mat",
-        ),
+        (BROKE, "cannot be read: MemoryError [31mat"),
         ("kill -XCPU $$", "took more than 120 s"),
         ("kill -SEGV $$", "cannot be read"),
     ],
@@ -294,10 +295,7 @@ def test_the_child_says_why_and_the_chat_tells_it() -> None:
 def test_a_reader_that_dies_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    scripted(script, tmp_path, monkeypatch)
     refused(f"^x.pdf {re.escape(message)}\n", read_pdf, document("x"), "x.pdf", limit=LIMIT)
 
 
@@ -323,10 +321,7 @@ def test_what_a_reader_may_take(what: str, said: str, monkeypatch: pytest.Monkey
 # -- the child --------------------------------------------------------------------------------
 def said_by(script: str, folder: Path, patch: pytest.MonkeyPatch, data: bytes, **how: Any) -> str:
     """The text of a document from a script in the place of the parser."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    patch.setattr(sys, "executable", str(path))
+    scripted(script, folder, patch)
     return extract("pdf", data, "x.pdf", **{"limit": LIMIT} | how)
 
 
