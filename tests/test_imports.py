@@ -63,38 +63,36 @@ def statements(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
     return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
 
-def imports(text: str) -> Iterator[str]:
-    """Absolute dotted names; `from a import b` counts as a and as a.b."""
+def imports(text: str, modules: Collection[str]) -> Iterator[str]:
+    """The modules that a source imports: `from a import b` counts as `a.b` where that is one of
+    `modules`, else as `a`."""
     for node in statements(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         else:
             assert node.level == 0, "relative import"
             assert node.module
-            if node.module == "minikv":
-                for alias in node.names:
-                    deeper = f"minikv.{alias.name}"
-                    yield deeper if alias.name.islower() and _is_module(alias.name) else "minikv"
-            else:
-                yield node.module
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in modules else node.module for name in names)
 
 
-def _is_module(name: str) -> bool:
-    return name in PACKAGES or any(
-        (ROOT / "minikv" / tail).exists() for tail in (f"{name}.py", f"{name}/__init__.py")
-    )
-
-
-def sources() -> Iterator[tuple[str, Path]]:
+@cache
+def sources() -> dict[str, tuple[str, Path]]:
+    """Every source by the dotted name under which it is imported: its package, and its file."""
+    found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
-            yield package, path
+            top = "minikv" if package == "minikv" else f"minikv.{package}"
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((top, *(part for part in parts if part != "__init__")))
+            found[name] = package, path
+    return found
 
 
 def violations(package: str, name: str, text: str) -> list[str]:
     """Every import in `text` that the rules forbid."""
     found = []
-    for module in imports(text):
+    for module in imports(text, sources()):
         top = module.split(".")[0]
         if top in ("models", "kernels", "cli"):
             found.append(f"{name}: bare {module}")
@@ -110,13 +108,10 @@ def violations(package: str, name: str, text: str) -> list[str]:
 
 def test_every_import_follows_the_rules() -> None:
     found: list[str] = []
-    count = 0
-    for package, path in sources():
-        name = path.relative_to(ROOT).as_posix()
-        count += 1
-        found += violations(package, name, path.read_text())
+    for package, path in sources().values():
+        found += violations(package, path.relative_to(ROOT).as_posix(), path.read_text())
     assert found == []
-    assert count > 20
+    assert len(sources()) > 20
 
 
 @pytest.mark.parametrize(
@@ -142,29 +137,12 @@ def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
 
 def test_relative_imports_are_refused() -> None:
     with pytest.raises(AssertionError):
-        list(imports("from . import arena"))
+        list(imports("from . import arena", ()))
 
 
-def module_name(package: str, path: Path) -> str:
-    """The dotted name under which a source file is imported."""
-    parts = path.relative_to(PACKAGES[package]).with_suffix("").parts
-    top = "minikv" if package == "minikv" else f"minikv.{package}"
-    return ".".join((top, *(part for part in parts if part != "__init__")))
-
-
-def uses(name: str, text: str, modules: Collection[str]) -> set[str]:
-    """The modules that a source imports.
-
-    `from a import b` counts as `a.b` where that is a module, else as `a`.
-    """
-    found: set[str] = set()
-    for node in statements(text):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif node.module:
-            names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found.update(name if name in modules else node.module for name in names)
-    return (found & set(modules)) - {name}
+def used(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """By name, which of these sources each of them imports."""
+    return {name: ({*imports(text, files)} & {*files}) - {name} for name, text in files.items()}
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
@@ -177,8 +155,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    files = {module_name(package, path): path.read_text() for package, path in sources()}
-    graph = {name: uses(name, text, files) for name, text in files.items()}
+    graph = used({name: path.read_text() for name, (_, path) in sources().items()})
     assert circle(graph) == []
     assert "minikv.cache.kv_cache" in graph["minikv.engine.engine"]
     assert "minikv.chat.session" in graph["minikv"]  # under TYPE_CHECKING
@@ -197,8 +174,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 )
 def test_every_kind_of_import_can_close_a_circle(line: str) -> None:
     files = {"minikv.a": line, "minikv.b": "from minikv.c import x", "minikv.c": "import minikv.a"}
-    graph = {name: uses(name, text, files) for name, text in files.items()}
-    assert set(circle(graph)) == set(files)
+    assert set(circle(used(files))) == set(files)
 
 
 def loaded_after(code: str) -> set[str]:

@@ -70,10 +70,16 @@ def run(**named: Any) -> tuple[int, str]:
 
 
 # -- the self-test --------------------------------------------------------------------------
-def test_the_bundled_model_answers_as_without_a_cache() -> None:
+def test_the_bundled_model_answers_as_without_a_cache_under_its_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check = self_test()
-    assert check.state == OK
-    assert "'Henrik Torova' from 64 of " in check.detail
+    assert (check.state, "'Henrik Torova' from 64 of " in check.detail) == (OK, True)
+    # A cache that keeps all is found out.
+    whole = minikv.load
+    monkeypatch.setattr(minikv, "load", lambda budget, remember: whole(policy="full"))
+    check = self_test()
+    assert (check.state, "over the budget of 64" in check.detail) == (FAILED, True)
 
 
 @pytest.mark.parametrize(
@@ -94,14 +100,6 @@ def test_a_cache_that_computes_something_else_is_found_out(
     code, table = run(offline=True)
     assert code == 1
     assert message in table.split("failed   self-test ")[1]
-
-
-def test_a_cache_that_keeps_all_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = minikv.load
-    monkeypatch.setattr(minikv, "load", lambda budget, remember: whole(policy="full"))
-    check = self_test()
-    assert check.state == FAILED
-    assert "over the budget of 64" in check.detail
 
 
 # -- the hub --------------------------------------------------------------------------------
@@ -156,6 +154,10 @@ def test_every_check_has_a_line(quick: None, monkeypatch: pytest.MonkeyPatch) ->
     assert names == "versions cpu gpu kernels memory models hub self-test"
     assert torch.__version__ in first
     assert "\x1b" not in table
+    text = line("models", Check(WARNING, "word " * 40, "do something " * 9))
+    assert text.startswith("warning  models")
+    for width in (40, 80, 200):
+        assert max(map(len, in_columns(text, width).splitlines())) <= width
     # A check that breaks is a failed check.
     monkeypatch.setattr(examination.shutil, "disk_usage", failing(OSError("no such\ndevice")))
     code, text = run(offline=True)
@@ -189,26 +191,16 @@ def test_little_disk_and_a_locked_cache_are_warned_about(monkeypatch: pytest.Mon
     assert "not writable" in examination.disk().hint
 
 
-def test_what_the_processor_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "slow"), [("avx2", True), ("avx2 avx512_bf16", False), ("", False)]
+)
+def test_a_processor_without_products_of_bfloat16_is_told(
+    flags: str, slow: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("model name\t: A CPU\nflags\t\t: fpu avx2 avx512_bf16\nmodel name\t: B\n")
     assert examination.cpu_facts(path) == ("A CPU", {"fpu", "avx2", "avx512_bf16"})
     assert examination.cpu_facts(tmp_path / "nothing") == ("", set())
-
-
-def test_a_line_is_no_wider_than_the_terminal() -> None:
-    text = line("models", Check(WARNING, "word " * 40, "do something " * 9))
-    assert text.startswith("warning  models")
-    for width in (40, 80, 200):
-        assert max(map(len, in_columns(text, width).splitlines())) <= width
-
-
-@pytest.mark.parametrize(
-    ("flags", "slow"), [({"avx2"}, True), ({"avx2", "avx512_bf16"}, False), (set(), False)]
-)
-def test_a_processor_without_products_of_bfloat16_is_told(
-    flags: set[str], slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(examination, "cpu_facts", lambda: ("A processor", flags))
+    monkeypatch.setattr(examination, "cpu_facts", lambda: ("A processor", {*flags.split()}))
     check = examination.cpu()
     assert (check.state, "multiplied in float32" in check.hint) == (OK, slow)
