@@ -86,9 +86,6 @@ def test_every_module_has_its_test_file() -> None:
         own = (TESTS / mirror(module)).exists()
         assert own != (name in ELSEWHERE), f"{mirror(module)} or a row of ELSEWHERE, not both"
         assert own or (TESTS / ELSEWHERE[name]).exists(), name
-
-
-def test_the_list_names_no_module_that_is_gone() -> None:
     assert {*ELSEWHERE} <= {module.as_posix() for module in modules()}
 
 

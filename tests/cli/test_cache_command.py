@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typed import invoke
+from typer.testing import Result
 
 from minikv.chat.report import size
-from minikv.cli.main import app
 from minikv.models import BUNDLED
 
 
@@ -20,7 +20,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [*arguments])
+    result = invoke(*arguments)
     assert result.exit_code == code, result.stderr
     return result
 

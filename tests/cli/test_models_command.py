@@ -8,8 +8,10 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tables import table
 from test_hub import REPO, FakeHub, cache, files, put_in_cache, written
 from typed import fails, invoke
 
@@ -69,28 +71,25 @@ def test_pull_fetches_only_what_is_needed(
 
 
 class Sized(FakeHub):
-    """A hub that is watched."""
+    """A hub that is asked for sizes and says how a download goes on."""
 
     def model_info(self, repo: str, revision: str | None = None, **more: object) -> object:
         return super().model_info(repo, revision)
 
-    def download(self, repo: str, **given: object) -> str:
-        given.pop("tqdm_class", None)
-        return super().download(repo, **given)  # type: ignore[arg-type]
+    def download(self, repo: str, *, tqdm_class: object = None, **given: Any) -> str:
+        return super().download(repo, **given)
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "said"),
-    [
-        ("bundled", 2, "part of minikv"),
-        (".", 2, "is here already"),
-        ("nosuch", 3, "not found"),
-        ("a/b/c", 3, "not found"),
-    ],
-)
-def test_pull_refuses_what_is_no_model(cache: Path, name: str, code: int, said: str) -> None:
+@table("""
+    name    | code | said
+    bundled | 2    | part of minikv
+    .       | 2    | is here already
+    nosuch  | 3    | not found
+    a/b/c   | 3    | not found
+""")
+def test_pull_refuses_what_is_no_model(cache: Path, name: str, code: str, said: str) -> None:
     result = run("pull", name)
-    fails(result, code, said)
+    fails(result, int(code), said)
     assert result.stdout == ""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from refusals import refused
+from tables import table
 from typed import invoke
 from typer.testing import Result
 
@@ -61,40 +62,38 @@ def test_a_small_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--tasks facts,nedle", "unknown task 'nedle'"),
-        ("--policy adakv,snapvk", "unknown policy 'snapvk'"),
-        ("--budget 12x", "the budget cannot be"),
-        ("--length none", "cannot read the number of tokens"),
-        ("--length 3", "--length must be 64 to 1,000,000, got 3"),
-        (f"--length {'9' * 5000}", "cannot read the number of tokens"),
-        ("--length 199", "a document of 199 tokens is too short for the task facts"),
-        ("--length 100,1000 --tasks needle,ppl", "100 tokens is too short for the task ppl"),
-        ("--tasks long --length 300", "300 tokens is too short for the task long"),
-        ("--reuse recall,always", "unknown reuse 'always'"),
-        ("--reuse auto", "unknown reuse 'auto'"),
-        ("--reuse ,", "--reuse names nothing"),
-        ("-n 0", "-n must be at least 1"),
-        ("--questions 0", "--questions must be at least 1"),
-        ("-o windov=3", "none of these policies has an option 'windov'"),
-        ("-o window=0", "give from 1 to 4096; the default is 32"),
-        ("--decode ,", "--decode names nothing"),
-        ("--policy snapkv --stride 32", "snapkv cannot read a prompt in blocks"),
-        ("--policy full --decode roco --stride 32", "full cannot read a prompt"),
-        ("--budget 64,20", "budget 20 is too small for adakv with h2o"),
-        ("--tasks answers", "the task answers needs records"),
-        ("LICENSE --tasks answers", "the task answers needs records"),
-        ("--tasks loss", "unknown task 'loss'"),
-        ("--haystack LICENSE --tasks long", "the task long makes its own documents"),
-        ("--needle a|b|c", "--needle needs a text"),
-        ("--haystack LICENSE --needle a|b", "cannot read the needle"),
-        ("--haystack /nowhere/x.txt", "/nowhere/x.txt"),
-        ("--json /nowhere/out.json", "there is no directory"),
-        ("--json /", "is a directory"),
-    ],
-)
+@table(f"""
+    arguments                               | says
+    --tasks facts,nedle                     | unknown task 'nedle'
+    --policy adakv,snapvk                   | unknown policy 'snapvk'
+    --budget 12x                            | the budget cannot be
+    --length none                           | cannot read the number of tokens
+    --length 3                              | --length must be 64 to 1,000,000, got 3
+    --length {"9" * 5000}                   | cannot read the number of tokens
+    --length 199          | a document of 199 tokens is too short for the task facts
+    --length 100,1000 --tasks needle,ppl    | 100 tokens is too short for the task ppl
+    --tasks long --length 300               | 300 tokens is too short for the task long
+    --reuse recall,always                   | unknown reuse 'always'
+    --reuse auto                            | unknown reuse 'auto'
+    --reuse ,                               | --reuse names nothing
+    -n 0                                    | -n must be at least 1
+    --questions 0                           | --questions must be at least 1
+    -o windov=3                             | none of these policies has an option 'windov'
+    -o window=0                             | give from 1 to 4096; the default is 32
+    --decode ,                              | --decode names nothing
+    --policy snapkv --stride 32             | snapkv cannot read a prompt in blocks
+    --policy full --decode roco --stride 32 | full cannot read a prompt
+    --budget 64,20                          | budget 20 is too small for adakv with h2o
+    --tasks answers                         | the task answers needs records
+    LICENSE --tasks answers                 | the task answers needs records
+    --tasks loss                            | unknown task 'loss'
+    --haystack LICENSE --tasks long         | the task long makes its own documents
+    --needle a|b|c                          | --needle needs a text
+    --haystack LICENSE --needle a|b         | cannot read the needle
+    --haystack /nowhere/x.txt               | /nowhere/x.txt
+    --json /nowhere/out.json                | there is no directory
+    --json /                                | is a directory
+""")
 def test_wrong_arguments(arguments: str, says: str) -> None:
     said = evaluate(arguments, code=2).stderr
     assert (says in said, len(said.splitlines()) <= 3) == (True, True), said
