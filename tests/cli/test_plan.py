@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import classes
+from checkpoints import Spec, write
 from fakes import PADDED
 from lettered import over
 from llama_8b import LLAMA
@@ -126,26 +126,14 @@ def test_packed_weights_are_planned_where_they_run() -> None:
         assert caught.exit_code == 2
 
 
-RANDOM = """
-llama, llama tie_word_embeddings=true, llama attention_bias=true mlp_bias=true, llama head_dim=10
-mistral sliding_window=64, mistral head_dim=24, qwen2, qwen2 tie_word_embeddings=true
-"""
+SPECS = [Spec(), Spec(tied=True), Spec(bias=True, mlp_bias=True), Spec(head_dim=10)]
+SPECS += [Spec("mistral", window=64), Spec("mistral", head_dim=24), Spec("qwen2")]
 
 
-@pytest.mark.parametrize("model", re.split(r"[,\n] ?", RANDOM.strip()))
-def test_random_models_are_counted(model: str, tmp_path: Path) -> None:
-    from transformers import AutoConfig
-
-    family, *words = model.split()
-    raw = {name: json.loads(value) for name, _, value in (word.partition("=") for word in words)}
-    _, kind = classes(family)
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101}
-    sizes |= {"max_position_embeddings": 512, "tie_word_embeddings": False}
-    sizes |= {"model_type": family, "architectures": [kind.__name__]}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | raw))
-    network = kind(AutoConfig.from_pretrained(tmp_path))
-    counted = sum(p.numel() for p in network.parameters())  # a tied head is one parameter
+@pytest.mark.parametrize("spec", [*SPECS, Spec("qwen2", tied=True)], ids=lambda spec: spec.name)
+def test_random_models_are_counted(spec: Spec, tmp_path: Path) -> None:
+    model = write(spec, tmp_path)
+    counted = sum(p.numel() for p in model.parameters())  # a tied head is one parameter
     made = of(str(tmp_path), 100, dtype="bfloat16")
     assert made.parameters == counted
     assert made.weights == 2 * counted

@@ -91,14 +91,11 @@ def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> No
         assert row["tok_s"] == 1 / row["seconds"]
 
 
-def test_rows_of_prompts() -> None:
+def test_rows_of_prompts_and_of_int8_weights_and_cache() -> None:
     full, evicting = measured(question="prefill", policy="streaming", length="600")["rows"]
     assert full["tok_s"] == pytest.approx(600 / full["seconds"])
     assert evicting["kv_bytes"]["kept_mean"] == 64
     assert full["floor_s"] is full["captured"] is None
-
-
-def test_int8_weights_and_cache_are_bytes_less() -> None:
     if lacks("int8"):
         pytest.skip("no int8 kernel here")
     plain, small = (measured("full", "int8", form)["rows"][0] for form in ("auto", "int8"))
@@ -152,9 +149,7 @@ def test_random_weights_are_finite_and_no_heads_are_alike(monkeypatch: pytest.Mo
     assert torch.equal(flat[:97], flat[97:194])
     assert torch.equal(flat[: len(flat) % 97], flat[-(len(flat) % 97) :])
     assert bool((flat != 0).any())
-
-
-def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> None:
+    # The bytes of a step leave the input embedding out unless it is the head.
     net = networks.network(networks.Spec(TINY))
     assert net.weight_bytes == 2 * TINY.parameters
     assert networks.step_bytes(net) == 2 * (TINY.parameters - TINY.vocab * TINY.hidden)

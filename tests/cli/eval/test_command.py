@@ -327,6 +327,13 @@ def test_every_reuse_beside_the_full_cache() -> None:
     assert by["recall"].by_group[0] == by["once"].by_group[0]
     assert (chat.reuse, chat.recall.kind) == before
     assert not chat.recall.nbytes
+    # Without questions nothing is measured twice.
+    one = command.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
+    one.measure(never)
+    found = [[c.task, c.policy, c.reuse] for c in one.cells()]
+    asked = "facts full once, facts adakv recall, facts adakv once"
+    told = f"{asked}, ppl full once, ppl adakv recall"
+    assert found == [line.split() for line in told.split(", ")]
 
 
 def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
@@ -342,16 +349,6 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
         alone = minikv.load(policy="adakv", budget=budget, reuse="recall", tier="ram")
         assert passes.answers(alone, item) == made[number][0]
     assert made[3] != made[1], "recall and once answer alike: the test sees nothing"
-
-
-def test_without_questions_nothing_is_measured_twice() -> None:
-    chat = minikv.load(policy="full")
-    wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
-    one = command.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
-    one.measure(never)
-    cells = [f"{c.task} {c.policy} {c.reuse}" for c in one.cells()]
-    facts = ["facts full once", "facts adakv recall", "facts adakv once"]
-    assert cells == [*facts, "ppl full once", "ppl adakv recall"]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_measured() -> None:

@@ -56,7 +56,7 @@ def test_a_line_is_changed_and_the_others_stay(
         assert file.read_text() == (before if text is None else text)
 
 
-def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
+def test_set_makes_the_file_and_says_what_it_wrote(file: Path, tmp_path: Path) -> None:
     done = invoke("config", "set", "max-tokens", "99")
     assert file.read_text() == done.stdout == "max_tokens = 99\n"
     assert file.stat().st_mode & 0o777 == 0o600
@@ -65,13 +65,11 @@ def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
     invoke("config", "set", "quiet", "yes")
     values = dict(load().values)
     assert values == {"max_tokens": 99, "stop": ("\n", "Q:"), "quiet": True}
-
-
-def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) -> None:
+    # A link stays a link, and permissions stay.
+    file.unlink()
     real = tmp_path / "dotfiles.toml"
     real.write_text("# mine\n")
     real.chmod(0o644)
-    file.parent.mkdir()
     file.symlink_to(real)
     invoke("config", "set", "seed", "3")
     assert file.is_symlink()
