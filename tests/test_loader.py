@@ -317,9 +317,7 @@ def test_what_is_public_is_shown_and_nothing_else() -> None:
         assert not {"engine", "guard", "recall", "tokenizer", "template", "facts"} & set(names)
         with pytest.raises(minikv.MinikvError):
             chat.ask("")
-
-
-def test_an_answer_is_as_long_from_python_as_on_the_command_line() -> None:
+    # An answer is as long from Python as on the command line.
     for method in (minikv.ChatSession.ask, minikv.ChatSession.continue_answer):
         assert signature(method).parameters["max_tokens"].default == Generation().max_tokens
 

@@ -115,13 +115,6 @@ def test_a_slab_goes_with_its_last_tensor() -> None:
     assert slab() is None
 
 
-def test_it_can_be_trained() -> None:
-    weight = Pages(CPU).empty((512, 512), torch.float32).normal_().requires_grad_()
-    (weight * 2).sum().backward()
-    assert weight.grad is not None
-    assert bool((weight.grad == 2).all())
-
-
 @needs_large
 @pytest.mark.parametrize("refused", ["map", "advice"])
 def test_without_such_memory_it_is_torch_s(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +135,11 @@ def test_without_such_memory_it_is_torch_s(refused: str, monkeypatch: pytest.Mon
     assert [t.sum().item() for t in made] == [0, SMALL, 2 * SMALL]
 
 
-def test_elsewhere_it_is_torch_s() -> None:
+def test_it_can_be_trained_and_elsewhere_it_is_torch_s() -> None:
+    weight = Pages(CPU).empty((512, 512), torch.float32).normal_().requires_grad_()
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+    assert bool((weight.grad == 2).all())
     made = Pages(torch.device("meta")).empty((1 << 40, 2), torch.float32)
     assert (made.device.type, made.shape) == ("meta", (1 << 40, 2))
 

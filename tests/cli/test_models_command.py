@@ -28,15 +28,13 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
 
 
-def test_the_bundled_model_is_always_there(cache: Path) -> None:
+def test_models_have_a_size_and_a_state(cache: Path, files: dict[str, bytes]) -> None:
+    """The bundled one is always there."""
     result = run()
     fails(result, 0, f"no models in {cache}")
     assert rows(result.stdout)["bundled"][1:] == ["MiB", "-", "ready"]
     os.rmdir(cache)
     assert list(rows(run().stdout)) == ["bundled"]
-
-
-def test_cached_models_have_a_size_and_a_state(cache: Path, files: dict[str, bytes]) -> None:
     put_in_cache(cache, files)
     size = sum(map(len, files.values()))
     assert rows(run().stdout)[REPO] == [f"{size / 1024:.1f}", "KiB", "-", "ready"]
