@@ -16,13 +16,13 @@ import pytest
 import small
 import tiny
 import torch
+from refusals import refused
 from torch import Tensor
 
 import minikv
 from minikv.cache import kv_cache
 from minikv.chat.fitting import USEFUL, Machine
 from minikv.engine import threads, warmup
-from minikv.errors import UsageError
 from minikv.kernels import dispatch
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import build as native
@@ -201,9 +201,8 @@ def test_triton_without_a_gpu_is_refused_before_anything_loads(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     heard: Any = Progress()
-    with pytest.raises(UsageError, match="CUDA") as refused:
-        build(Settings(model=str(folder), kernels="triton"), heard)
-    assert refused.value.exit_code == 2
+    error = refused("CUDA", build, Settings(model=str(folder), kernels="triton"), heard)
+    assert error.exit_code == 2
     assert heard.told == []
 
 
@@ -299,8 +298,7 @@ def test_threads_learn_how_to_wait_before_anything_is_loaded(
     calls: list[str] = []
     monkeypatch.setattr(threads, "wait_briefly", lambda: calls.append("wait"))
     monkeypatch.setattr("minikv.models.refuse_without_torch", lambda: calls.append("torch"))
-    with pytest.raises(ModelError):
-        build(Settings(model=str(tmp_path / "nowhere")))
+    refused("", build, Settings(model=str(tmp_path / "nowhere")), error=ModelError)
     assert calls[:2] == ["wait", "torch"]
 
 

@@ -90,10 +90,7 @@ def test_the_bundled_model_answers_as_without_a_cache_under_its_budget(
     ],
 )
 def test_a_cache_that_computes_something_else_is_found_out(
-    quick: None,
-    change: Callable[[Any], Any],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    quick: None, change: Callable[[Any], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = KVCache.attend
     monkeypatch.setattr(KVCache, "attend", lambda *a: change(honest(*a)))

@@ -1,4 +1,4 @@
-"""The cases of a test as a table of text."""
+"""Cases as a text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import re
 
 import pytest
 
-_BAR = re.compile(r"(?:^|(?<= ))\|(?= |$)")
+_BAR = re.compile(r"(?:^|(?<=\s))\|(?=\s|$)")
 
 
 def table(text: str) -> pytest.MarkDecorator:
-    """The cases of a test: the first line has the names of its parameters, each other line a text
-    for each of them, with bars between. A case is called by what its line says."""
-    lines = (_BAR.split(line.strip()) for line in text.strip().splitlines())
-    names, *rows = ([cell.strip() for cell in line] for line in lines)
-    cases = [pytest.param(*row, id=" ".join(row)[:60]) for row in rows]
-    return pytest.mark.parametrize(names, cases)
+    """`parametrize` by a text. Its first line names the columns, and each other line is a case,
+    called by what it says. Bars between blanks separate the cells; `\\n` in one is a line end."""
+    names, *cases = (
+        [cell.strip().replace("\\n", "\n") for cell in _BAR.split(line.strip())]
+        for line in text.strip().splitlines()
+    )
+    rows = [pytest.param(*case, id=" ".join(case)[:60]) for case in cases]
+    return pytest.mark.parametrize(names, rows)

@@ -56,7 +56,9 @@ def test_add_says_what_it_read_in_order(run: Run, session: ChatSession, tmp_path
     assert pending == [("b.txt", "some text"), ("a b.md", "héé")]
 
 
-def test_two_documents_of_one_name_differ(run: Run, session: ChatSession, tmp_path: Path) -> None:
+def test_two_documents_of_one_name_differ_and_a_file_named_twice_is_read_once(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
     run("add", file(tmp_path, "r.txt", b"one"))
     list(session.ask("q", 3))
     run("add", file(tmp_path / "x", "r.txt", b"two"), file(tmp_path / "y", "r.txt", b"three"))
@@ -65,9 +67,7 @@ def test_two_documents_of_one_name_differ(run: Run, session: ChatSession, tmp_pa
     list(session.ask("q", 3))
     assert "Document: r.txt (2)\n\ntwo" in session.messages[-2].content
     assert "two" not in session.messages[0].content
-
-
-def test_a_file_named_twice_is_read_once(run: Run, session: ChatSession, tmp_path: Path) -> None:
+    session.reset()
     here = "r.txt is here already: it is read once\n"
     name, other = file(tmp_path, "r.txt", b"one"), file(tmp_path / "x", "r.txt", b"one")
     assert run("add", name, name).startswith(here)
