@@ -117,12 +117,6 @@ def process(
     )
 
 
-def lengths(exported: Mapping[str, Any]) -> list[int]:
-    """Rows that each head of each layer holds."""
-    heads = [base64.b64decode(bits) for layer in exported["kept"] for bits in layer]
-    return [sum(byte.bit_count() for byte in held) for held in heads]
-
-
 def held(exported: Mapping[str, Any]) -> tuple[Any, ...]:
     """All that a chat's cache is, as far as an export shows it."""
     return exported["tokens"], exported["kept"], [t["answer"] for t in exported["turns"]]
@@ -249,7 +243,8 @@ def test_05_the_printed_numbers_add_up(program: Program) -> None:
     exported = program.export("c.json")
     record = exported["turns"][0]["record"]
     tokens, kv = record["tokens"], record["kv_bytes"]
-    rows = lengths(exported)
+    heads = [base64.b64decode(bits) for layer in exported["kept"] for bits in layer]
+    rows = [sum(byte.bit_count() for byte in held) for held in heads]
     assert len(rows) == tiny.LAYERS * tiny.KV_HEADS
     row = 2 * tiny.HEAD * 4 + 4  # a key and a value in float32, and the position
     state = 4  # h2o's sum

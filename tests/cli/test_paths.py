@@ -47,12 +47,7 @@ def test_where_a_file_is(
     ):
         monkeypatch.setenv(known, value)
         assert where() == Path(found) / name
-
-
-@pytest.mark.parametrize("where", FILES)
-def test_without_a_home_directory(
-    where: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Without a home directory.
     monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
     refused("a user who does not exist: '~no-such-user/x'", where)
     for name in ("MINIKV_HOME", *(variable for variable, _, _ in FILES.values())):

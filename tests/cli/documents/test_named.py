@@ -18,8 +18,6 @@ from minikv.cli.documents import text as documents
 from minikv.cli.documents.named import piped_lines, read
 from minikv.cli.screen.terminal import Terminal
 
-HERE = Path(__file__).parents[2]
-
 
 def tree(root: Path, *names: str, data: bytes = b"") -> Path:
     """Files whose text is their own path, unless `data` says another."""
@@ -167,7 +165,7 @@ def test_too_many_or_too_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal() -> None:
-    main = HERE / "support" / "fake_main.py"
+    main = Path(__file__).parents[2] / "support/fake_main.py"
     chat = [sys.executable, str(main), "0", "chat", "-", "--no-save"]
     command = ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat]
     with closing(Terminals(command, {"TERM": "dumb", "COLUMNS": "100"})) as terminal:

@@ -31,11 +31,6 @@ def evaluate(arguments: str, *more: object, code: int = 0) -> Result:
     return result
 
 
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
-
-
 def test_a_small_run(tmp_path: Path) -> None:
     """The table and JSON agree; the full cache comes first."""
     out = tmp_path / "out.json"
@@ -61,7 +56,6 @@ def test_a_small_run(tmp_path: Path) -> None:
             assert scores == exact
 
 
-@pytest.mark.usefixtures("no_model")
 @table(f"""
     arguments                               | says
     --tasks facts,nedle                     | unknown task 'nedle'
@@ -94,7 +88,8 @@ def test_a_small_run(tmp_path: Path) -> None:
     --json /nowhere/out.json                | there is no directory
     --json /                                | is a directory
 """)
-def test_wrong_arguments(arguments: str, says: str) -> None:
+def test_wrong_arguments(arguments: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
     said = evaluate(arguments, code=2).stderr
     assert (says in said, len(said.splitlines()) <= 3) == (True, True), said
 
@@ -235,15 +230,14 @@ def test_a_record_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_every_policy_with_every_decode_policy() -> None:
     wanted = choices("adakv,full,snapkv", "64,20%", "none,roco")
     pairs = "adakv/none adakv/roco full/roco snapkv/none snapkv/roco".split()
-    found = [(f"{c.policy}/{c.decode}", str(c.budget)) for c in wanted[1:]]
-    assert found == [*product(pairs, ("64", "20%"))]
+    both = [(f"{c.policy}/{c.decode}", str(c.budget)) for c in wanted[1:]]
+    assert both == [*product(pairs, ("64", "20%"))]
     for plain in ("auto", "none"):
         assert len(choices("full", "64", plain)) == 1
     assert len(choices("full,roco", "64", "auto", 0, 32)) == 2
     strided = choices("roco,tova", "64", "auto", 0, 32)[1:]
-    assert [(c.policy, c.decode, c.stride) for c in strided] == [
-        (p, p, 32) for p in ("roco", "tova")
-    ]
+    found = [f"{c.policy}/{c.decode}/{c.stride}" for c in strided]
+    assert found == ["roco/roco/32", "tova/tova/32"]
     wrong: dict[str, Any] = {"stride": 32, "options": {"windov": 3}}
     refused(r"^roco has no option 'windov'", EvictionConfig.read, "roco", **wrong)
     few = choices("snapkv,l2", "64", "none", 0, 0, {"window": "16"})
