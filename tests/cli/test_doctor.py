@@ -32,7 +32,6 @@ SECRET = "hf_a_secret_that_must_not_be_seen"
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No network, no configuration of this machine."""
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(examination, "_PATIENCE", 0.2)
     hub(monkeypatch, None, TimeoutError(SECRET))

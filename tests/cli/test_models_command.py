@@ -15,12 +15,6 @@ from tables import table
 from test_hub import REPO, FakeHub, cache, files, put_in_cache, written
 from typed import fails, invoke
 
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
-
-
 run = partial(invoke, "models")
 
 
@@ -51,12 +45,11 @@ def test_models_have_a_size_and_a_state(cache: Path, files: dict[str, bytes]) ->
 
 
 def test_pull_fetches_only_what_is_needed(
-    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = {**files, "README.md": b"x", "pytorch_model.bin": b"x"}
     hub = Sized(monkeypatch, cache, served)
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/config.toml").write_text(f'[aliases]\nmine = "{REPO}"\n')
+    fails(invoke("config", "set", "aliases.mine", REPO), 0)
     result = run("pull", "mine")
     assert result.exit_code == 0, result.stderr
     folder = Path(result.stdout.strip())

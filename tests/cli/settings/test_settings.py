@@ -397,11 +397,6 @@ def context() -> Context:
     return talk_of(fake_chat())
 
 
-@pytest.fixture(scope="module")
-def bundled() -> ChatSession:
-    return minikv.load(device="cpu", budget=64)
-
-
 def do(context: Context, word: str, *arguments: str) -> str:
     return typed.run(COMMANDS, context, word, *arguments)
 
@@ -465,11 +460,11 @@ def test_what_set_does_not_take(context: Context, line: str, message: str, hint:
     assert do(context, "set") == before
 
 
-def test_policy_alone_says_what_is_in_force(bundled: ChatSession) -> None:
-    context, before = talk_of(bundled), bundled.eviction
-    bundled.configure(EvictionConfig.read("adakv+pyramid", "h2o", 96, {"window": 16}))
+def test_policy_alone_says_what_is_in_force() -> None:
+    options = {"window": 16}
+    chat = minikv.load(policy="adakv+pyramid", decode="h2o", budget=96, device="cpu", **options)
+    context = talk_of(chat)
     text = do(context, "policy")
-    bundled.configure(before)
     assert text.startswith("adakv+pyramid, then h2o · budget 96 tokens per head\n")
     assert "  adakv+pyramid: " in text
     assert " window=16 " in text
@@ -517,7 +512,6 @@ def session() -> ChatSession:
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a file, and a home with a saved chat, as far as a list reads it."""
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "thesis.txt").write_text("x")
     folder = chats_folder() / "thesis"
