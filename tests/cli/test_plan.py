@@ -176,20 +176,20 @@ def asked(session: ChatSession, eviction: EvictionConfig, text: str, answer: int
 
 def measured_and_planned(
     session: ChatSession, eviction: EvictionConfig, text: str
-) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of one turn: peak, allocated, held and full, as the turn record has them and as planned."""
     session.recall.kind = "none"  # with a tier in RAM the layer that is read is a part of that
     report, config = asked(session, eviction, text), config_of(session)
     tokens, kv_bytes = report.tokens, report.kv_bytes
     made, setup = planned_by(eviction, config, tokens.prompt_new)
     seen = session.engine.kv.position
     full = sum(min(seen, (window or 1 << 40) - 1) for window in config.windows)
-    return [
-        (kv_bytes.peak_prefill, peak(made, setup).reading),
-        (kv_bytes.allocated, allocated(made, setup)),
-        (kv_bytes.held, held_after(made, setup, len(session.fed) - tokens.prompt_new)),
-        (kv_bytes.full, full * config.kv_heads * (2 * config.head_dim * 4 + 4)),
-    ]
+    held = held_after(made, setup, len(session.fed) - tokens.prompt_new)
+    whole = full * config.kv_heads * (2 * config.head_dim * 4 + 4)
+    return (
+        (kv_bytes.peak_prefill, kv_bytes.allocated, kv_bytes.held, kv_bytes.full),
+        (peak(made, setup).reading, allocated(made, setup), held, whole),
+    )
 
 
 def config_of(session: ChatSession) -> ModelConfig:
@@ -209,7 +209,7 @@ def test_the_planned_bytes_are_those_of_a_real_run(which: str, case: str) -> Non
     policy, decode, *stride = case.split("/")
     for budget in ("72", "600"):  # below the prompt, and above it
         choice = EvictionConfig.read(policy, decode, budget, stride=int(*stride))  # or 0
-        measured, planned = zip(*measured_and_planned(session, choice, MILL * 4), strict=True)
+        measured, planned = measured_and_planned(session, choice, MILL * 4)
         if which == "sliding":  # rows slide out of a window one by one: a bound
             assert measured[2] <= planned[2] <= 1.05 * measured[2]
             measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
@@ -281,9 +281,10 @@ def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
 @pytest.mark.parametrize("budget", ["30%", "300KiB"])
 def test_a_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(budget: str) -> None:
     choice = EvictionConfig.read("adakv", "roco", budget)
-    pairs = measured_and_planned(chat_of("bundled"), choice, "The mill is run by Ada. " * 40)
-    assert [planned for _, planned in pairs] == [measured for measured, _ in pairs]
-    assert pairs[2][0] < pairs[3][0]  # it did evict
+    text = "The mill is run by Ada. " * 40
+    measured, planned = measured_and_planned(chat_of("bundled"), choice, text)
+    assert planned == measured
+    assert measured[2] < measured[3]  # it did evict
 
 
 # -- the command ----------------------------------------------------------------------------
@@ -399,17 +400,17 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
 
 
 @table("""
-    memory | tokens | device | flags                                       | kept
-    80GiB  | 16k    | cpu    |                                 | all of it fits: nothing is evicted
-    16GiB  | 16k    | cpu    |                  | 2,200 tokens per head fit: 13% of what is read
-    12GiB  | 16k    | cpu    | --weights int8  | 10,000 tokens per head fit: 62% of what is read
-    8GiB   | 100k   | cpu    | --weights int4   | 3,400 tokens per head fit: 3% of what is read
-    6.3GiB | 100k   | cpu    | --weights int4+head --policy roco --stride 32 | of what is read
-    12GiB  | 4k     | cuda   | --weights int8                  | nothing is evicted
-    8GiB   | 4k     | cuda   | --weights int4                  |
+    memory | tokens | device | kept                                            | flags
+    80GiB  | 16k    | cpu    | all of it fits: nothing is evicted              |
+    16GiB  | 16k    | cpu    | 2,200 tokens per head fit: 13% of what is read  |
+    12GiB  | 16k    | cpu    | 10,000 tokens per head fit: 62% of what is read | --weights int8
+    8GiB   | 100k   | cpu    | 3,400 tokens per head fit: 3% of what is read   | --weights int4
+    6.3GiB | 100k   | cpu    | of what is read | --weights int4+head --policy roco --stride 32
+    12GiB  | 4k     | cuda   | nothing is evicted                              | --weights int8
+    8GiB   | 4k     | cuda   |                                                 | --weights int4
 """)
 def test_what_is_suggested_fits(
-    llama: str, memory: str, tokens: str, device: str, flags: str, kept: str
+    llama: str, memory: str, tokens: str, device: str, kept: str, flags: str
 ) -> None:
     settings = {"memory": memory, "device": device}
     made = record(llama, tokens, **settings)
