@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from processes import python
+from tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = {name: ROOT / name for name in ("minikv", "models", "kernels", "cli")}
@@ -113,23 +114,21 @@ def test_every_import_follows_the_rules() -> None:
         list(imports("from . import arena", ()))
 
 
-@pytest.mark.parametrize(
-    ("package", "line"),
-    [
-        ("models", "import minikv.errors"),
-        ("models", "from minikv.cache.arena import Arena"),
-        ("models", "from minikv import scheduler"),
-        ("kernels", "from minikv.policies.base import View"),
-        ("kernels", "import safetensors"),
-        ("minikv", "from minikv.models import load"),
-        ("minikv", "import minikv.cli.main"),
-        ("minikv", "from minikv import models"),
-        ("cli", "from minikv.kernels import dispatch"),
-        ("cli", "import models"),
-        ("models", "from transformers import AutoModel"),
-        ("minikv", "def f():\n    from minikv.models.config import ModelConfig"),
-    ],
-)
+@table("""
+    package | line
+    models  | import minikv.errors
+    models  | from minikv.cache.arena import Arena
+    models  | from minikv import scheduler
+    kernels | from minikv.policies.base import View
+    kernels | import safetensors
+    minikv  | from minikv.models import load
+    minikv  | import minikv.cli.main
+    minikv  | from minikv import models
+    cli     | from minikv.kernels import dispatch
+    cli     | import models
+    models  | from transformers import AutoModel
+    minikv  | def f():\\n    from minikv.models.config import ModelConfig
+""")
 def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
     assert violations(package, "x.py", line)
 

@@ -13,6 +13,7 @@ import pytest
 import typed
 from processes import scripted
 from refusals import refused
+from tables import table
 from typed import context, fake_chat
 
 import minikv
@@ -166,19 +167,16 @@ def test_drop_of_a_waiting_and_of_a_read_document(
     assert "new conversation with no other document\n" in run("drop", "1")
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        ("", "takes a number", "/drop 2"),
-        ("a.txt b.txt", "takes a number", "/drop 2"),
-        ("3", "no document '3'", "/docs"),
-        ("0", "no document '0'", "/docs"),
-        ("9" * 5000, "no document", "/docs"),
-        ("a.text", "no document 'a.text'", "did you mean a.txt?"),
-        ("²", "no document", "/docs"),
-    ],
-    ids=lambda text: text[:30],
-)
+@table(f"""
+    words       | message              | hint
+                | takes a number       | /drop 2
+    a.txt b.txt | takes a number       | /drop 2
+    3           | no document '3'      | /docs
+    0           | no document '0'      | /docs
+    a.text      | no document 'a.text' | did you mean a.txt?
+    ²           | no document          | /docs
+    {"9" * 5000} | no document          | /docs
+""")
 def test_drop_refuses_what_it_cannot_find(
     run: Run, session: ChatSession, words: str, message: str, hint: str
 ) -> None:

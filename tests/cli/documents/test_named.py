@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from refusals import refused
+from tables import table
 from terminals import Terminals
 
 from minikv.cli.documents import named as sources
@@ -83,20 +84,18 @@ def test_what_is_special_is_skipped_and_hostile_names_are_one_clean_line(tmp_pat
     refused("no\\*", read, ["\x1bno*"], Terminal())
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("*.txt", "a.txt b.txt"),
-        ("?.md", "c.md"),
-        ("[ab].txt", "a.txt b.txt"),
-        ("*/*.txt", "sub/d.txt"),
-        ("**", "a.txt b.txt c.md sub/d.txt sub/deep/e.txt"),
-        ("**/*.txt", "a.txt b.txt sub/d.txt sub/deep/e.txt"),
-        ("sub/**/*.txt", "d.txt deep/e.txt"),
-        ("**/deep/*", "sub/deep/e.txt"),
-        (".h*", ".hidden.txt"),
-    ],
-)
+@table("""
+    pattern      | expected
+    *.txt        | a.txt b.txt
+    ?.md         | c.md
+    [ab].txt     | a.txt b.txt
+    */*.txt      | sub/d.txt
+    **           | a.txt b.txt c.md sub/d.txt sub/deep/e.txt
+    **/*.txt     | a.txt b.txt sub/d.txt sub/deep/e.txt
+    sub/**/*.txt | d.txt deep/e.txt
+    **/deep/*    | sub/deep/e.txt
+    .h*          | .hidden.txt
+""")
 def test_patterns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: str
 ) -> None:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 from refusals import refused
+from tables import table
 from test_hub import cache
 from typed import fails, invoke
 
@@ -78,31 +80,27 @@ def test_set_makes_the_file_and_says_what_it_wrote(file: Path, tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["dotfiles.toml", "new"]
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
-        (None, "set tempratre 1", "no key 'tempratre'\n  did you mean temperature?"),
-        (None, "set system be brief", "system takes one value, got 'be brief'\n  put"),
-        (None, "set aliases.bundled a/b", "bundled cannot be an alias of a/b"),
-        (None, "set aliases.x ", "x cannot be an alias of nothing"),
-        (None, "set aliases.x a b", "x cannot be an alias of a b"),
-        (None, "set aliases.a/b a/b", "a/b cannot be an alias of a/b"),
-        (None, "unset seed", "seed is not set in"),
-        (None, "unset aliases.x", "aliases.x is not set in"),
-        ("[aliases]\nx = 'p'\n", "unset aliases", "aliases is not set in"),
-        ("a = = 1\n", "set seed 3", "is not valid TOML"),
-        ("aliases = 3\n", "set aliases.a b", "aliases is not a table\n  edit it by hand"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_writes_nothing(
-    file: Path, text: str | None, words: str, message: str
-) -> None:
-    if text is not None:
+@table("""
+    words                   | message                                            | text
+    set tempratre 1         | no key 'tempratre'\\n  did you mean temperature?   |
+    set system be brief     | system takes one value, got 'be brief'\\n  put     |
+    set aliases.bundled a/b | bundled cannot be an alias of a/b                  |
+    set aliases.x ''        | x cannot be an alias of nothing                    |
+    set aliases.x a b       | x cannot be an alias of a b                        |
+    set aliases.a/b a/b     | a/b cannot be an alias of a/b                      |
+    unset seed              | seed is not set in                                 |
+    unset aliases.x         | aliases.x is not set in                            |
+    unset aliases           | aliases is not set in                         | [aliases]\\nx = 'p'\\n
+    set seed 3              | is not valid TOML                                  | a = = 1\\n
+    set aliases.a b         | aliases is not a table\\n  edit it by hand         | aliases = 3\\n
+""")
+def test_what_is_refused_writes_nothing(file: Path, text: str, words: str, message: str) -> None:
+    if text:
         file.parent.mkdir()
         file.write_text(text)
-    fails(invoke("config", *words.split(" ")), 2, message)
-    assert (file.read_text() if file.exists() else None) == text
+    fails(invoke("config", *shlex.split(words)), 2, message)
+    assert file.exists() == bool(text)
+    assert not text or file.read_text() == text
 
 
 def test_aliases_are_set_listed_and_removed(file: Path, cache: Path) -> None:
