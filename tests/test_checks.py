@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from refusals import refused
 
 import minikv
 from minikv import checks
 from minikv.chat.session import ChatSession
-from minikv.errors import UsageError
+from minikv.errors import ContextError, UsageError
 from minikv.models.errors import ModelError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,23 +70,16 @@ def chat() -> ChatSession:
     ids=str,
 )
 def test_load_says_what_is_wrong(given: dict[str, Any], words: str, hint: str) -> None:
-    with pytest.raises((UsageError, ModelError)) as caught:
-        minikv.load(**given)
-    assert words in str(caught.value)
-    assert hint in caught.value.hint
-    assert not TYPED.search(f"{caught.value} {caught.value.hint}")
-
-
-def test_nothing_is_guessed_for_a_name_like_no_other() -> None:
-    with pytest.raises(UsageError, match="unknown policy 'qqqq'") as caught:
-        minikv.load(policy="qqqq")
-    assert caught.value.hint.startswith("`policy` takes: ")
+    error = refused(re.escape(words), minikv.load, **given, error=(UsageError, ModelError))
+    assert hint in error.hint
+    assert not TYPED.search(f"{error} {error.hint}")
 
 
 def test_load_takes_what_its_help_says(tmp_path: Path) -> None:
-    """A path object as the model, a system prompt, and policy options."""
-    with pytest.raises(ModelError, match="no model"):
-        minikv.load(tmp_path)
+    """A path object as the model, a system prompt, and policy options. Nothing is guessed for a
+    name like no other."""
+    refused("no model", minikv.load, tmp_path, error=ModelError)
+    assert refused("policy 'qqqq'", minikv.load, policy="qqqq").hint.startswith("`policy` takes: ")
     chat = minikv.load(system="Be short.", window=16, threads=None)
     assert chat.system == "Be short."
     assert chat.eviction.policy_options["window"] == 16
@@ -123,11 +117,9 @@ def test_load_takes_what_its_help_says(tmp_path: Path) -> None:
 def test_a_chat_says_what_is_wrong(chat: ChatSession, call: Any, words: str, hint: str) -> None:
     """At the call, and without a change to the chat."""
     waiting = list(chat.pending)
-    with pytest.raises((UsageError, minikv.errors.ContextError)) as caught:
-        call(chat)
-    assert words in str(caught.value)
-    assert hint in caught.value.hint
-    assert not TYPED.search(f"{caught.value} {caught.value.hint}")
+    error = refused(re.escape(words), call, chat, error=(UsageError, ContextError))
+    assert hint in error.hint
+    assert not TYPED.search(f"{error} {error.hint}")
     assert chat.pending == waiting
     assert not chat.turns
 
@@ -175,20 +167,11 @@ def test_a_check_says_nothing_about_what_is_right() -> None:
     assert checks.quoted("x" * 100) == f"'{'x' * 56}..."
 
 
-@pytest.mark.parametrize(
-    ("word", "near"),
-    [
-        ("hepl", "/help"),
-        ("/rset", "/reset"),
-        ("verfy", "/verify"),
-        ("h20", "h2o"),
-        ("top-p", "top_p"),
-        ("nonsense", ""),
-        ("foo", ""),
-        ("list", ""),
-        ("lru", ""),
-    ],
-)
-def test_only_a_slip_is_taken_for_another_name(word: str, near: str) -> None:
+SLIPS = "hepl=/help /rset=/reset verfy=/verify h20=h2o top-p=top_p nonsense= foo= list= lru="
+
+
+@pytest.mark.parametrize("slip", SLIPS.split())
+def test_only_a_slip_is_taken_for_another_name(slip: str) -> None:
+    word, near = slip.split("=")
     known = "/help /kept /tokens /fork /set /reset /verify h2o l2 top_p".split()
     assert checks.guess(word, known) == (f"did you mean {near}? " if near else "")

@@ -19,7 +19,7 @@ import pytest
 import typer
 from huggingface_hub import constants
 from llama_8b import LLAMA
-from typer.testing import CliRunner
+from typed import invoke
 
 from minikv.chat.report import size
 from minikv.cli.main import _resume_alone, app
@@ -104,25 +104,16 @@ def test_the_commands_of_the_pages_are_ones(words: list[str]) -> None:
         pass
 
 
-def test_the_readme_has_the_commands_of_a_first_day() -> None:
+def test_the_readme_has_the_commands_of_a_first_day_and_the_guide_others() -> None:
     first = {words[0] for words in commands(README)}
     assert {"ask", "chat", "plan", "policies", "eval", "bench"} <= first
     assert "https://huggingface.co/meta-llama/Meta-Llama-3-8B-Instruct" in README
     assert "`.venv/bin/hf auth login`" in README
     scripts = metadata.entry_points(group="console_scripts")
     assert "hf" in scripts.names
-
-
-def test_the_guide_has_the_commands_that_left_the_readme() -> None:
     found = commands(GUIDE)
     assert len(found) >= 22
     assert {"ask", "chat", "chats", "config", "eval", "bench"} <= {w[0] for w in found}
-
-
-def anchors(page: str) -> set[str]:
-    """The headings, as links name them."""
-    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", page, flags=re.M | re.S), re.M)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize(("page", "folder"), [(README, ROOT), (GUIDE, ROOT / "docs")])
@@ -134,23 +125,25 @@ def test_links_lead_to_files_and_headings(page: str, folder: Path) -> None:
         assert not name or (folder / name).is_file(), link
         if heading:
             text = (folder / name).read_text() if name else page
-            assert heading in anchors(text), link
+            text = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+            titles = [title.lower() for title in re.findall(r"^#+ (.+)$", text, re.M)]
+            assert heading in [re.sub(r"[^\w -]", "", one).replace(" ", "-") for one in titles], (
+                link
+            )
 
 
 def test_the_chat_of_the_readme_answers_its_questions() -> None:
     line = next(words for words in commands(README) if words[0] == "chat")
     assert line[1:] == ["models/bundled/sample.txt", "--budget", "256"]
-    known = {
-        entry["question"]: entry["answer"]
-        for entry in json.loads((ROOT / "models/bundled/questions.json").read_text())
-    }
+    entries = json.loads((ROOT / "models/bundled/questions.json").read_text())
+    known = {entry["question"]: entry["answer"] for entry in entries}
     told = README[README.index("Questions to try:") :].split("\n\n")[0]
     questions = re.findall(r'"([^"]+)"', " ".join(told.split()))
     assert len(questions) == 3
-    assert set(questions) <= set(known)
-    done = CliRunner().invoke(
-        app, ["chat", str(ROOT / line[1]), *line[2:]], input="\n".join(questions)
-    )
+    asked = re.search(r'minikv ask "([^"]+)" models/bundled/sample\.txt', README)
+    assert asked is not None
+    assert {asked[1], *questions} <= set(known)
+    done = invoke("chat", str(ROOT / line[1]), *line[2:], input="\n".join(questions))
     assert done.exit_code == 0, done.output
     assert done.stdout.splitlines() == [known[question] for question in questions]
 
@@ -176,7 +169,7 @@ def plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(choice, "processor", lambda: "avx512-bf16")
 
     def run(*words: str) -> str:
-        done = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "100"})
+        done = invoke("plan", *words, env={"COLUMNS": "100"})
         assert done.exit_code == 0, done.output
         return done.stdout
 
@@ -188,10 +181,14 @@ def planned() -> list[str]:
     return next(words for words in commands(GUIDE) if words[0] == "plan")[1:]
 
 
-def test_the_plan_of_the_guide_is_what_plan_says(plan: Any) -> None:
+def test_the_plan_of_the_guide_is_what_plan_says_and_suggests_a_command(plan: Any) -> None:
     shown = re.search(r"^```sh\n[^\n]*minikv plan .*?^```\n\n```\n(.*?)^```", GUIDE, re.M | re.S)
     assert shown is not None
-    assert in_columns(plan(*planned()), 100) == shown[1]
+    text = plan(*planned())
+    assert in_columns(text, 100) == shown[1]
+    line = re.search(r"tokens: minikv (chat .*) FILE \(needs", " ".join(text.split()))
+    assert line is not None
+    test_the_commands_of_the_pages_are_ones(shlex.split(line[1]))
 
 
 def test_the_table_of_the_guide_is_what_plan_says(plan: Any) -> None:
@@ -204,13 +201,6 @@ def test_the_table_of_the_guide_is_what_plan_says(plan: Any) -> None:
         needs = {row["policy"]: row["needs"] for row in made["rows"] if not row["stride"]}
         found = [made["weights"], needs["global-span"], needs["full"]]
         assert [cell.strip() for cell in cells.split("|")] == [size(count) for count in found]
-
-
-def test_a_suggestion_is_a_command_that_parses(plan: Any) -> None:
-    text = " ".join(plan(*planned()).split())
-    line = re.search(r"tokens: minikv (chat .*) FILE \(needs", text)
-    assert line is not None
-    test_the_commands_of_the_pages_are_ones(shlex.split(line[1]))
 
 
 # -- what was tried to break it -------------------------------------------------------------------
@@ -228,9 +218,7 @@ def test_every_kind_of_attempt_has_its_row() -> None:
         assert (tried == "not run for this page") == (failed == command == when == "-"), number
         assert failed.startswith("0") or failed == "-", number
     assert "`docs/reliability.md`" in README
-
-
-def test_the_files_that_it_names_are_there() -> None:
+    # The files that it names are there.
     named = set(re.findall(r"\btests/[\w/]+\.py", RELIABILITY))
     assert len(named) >= 15
     assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
-import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
@@ -15,9 +12,10 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from processes import python
+from tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
 PACKAGES = {name: ROOT / name for name in ("minikv", "models", "kernels", "cli")}
 
 # The assembly is the one place that knows both the core and the models.
@@ -63,38 +61,36 @@ def statements(text: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
     return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
 
 
-def imports(text: str) -> Iterator[str]:
-    """Absolute dotted names; `from a import b` counts as a and as a.b."""
+def imports(text: str, modules: Collection[str]) -> Iterator[str]:
+    """The modules that a source imports: `from a import b` counts as `a.b` where that is one of
+    `modules`, else as `a`."""
     for node in statements(text):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         else:
             assert node.level == 0, "relative import"
             assert node.module
-            if node.module == "minikv":
-                for alias in node.names:
-                    deeper = f"minikv.{alias.name}"
-                    yield deeper if alias.name.islower() and _is_module(alias.name) else "minikv"
-            else:
-                yield node.module
+            names = (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (name if name in modules else node.module for name in names)
 
 
-def _is_module(name: str) -> bool:
-    return name in PACKAGES or any(
-        (ROOT / "minikv" / tail).exists() for tail in (f"{name}.py", f"{name}/__init__.py")
-    )
-
-
-def sources() -> Iterator[tuple[str, Path]]:
+@cache
+def sources() -> dict[str, tuple[str, Path]]:
+    """Every source by the dotted name under which it is imported: its package, and its file."""
+    found = {}
     for package, folder in PACKAGES.items():
         for path in sorted(folder.rglob("*.py")):
-            yield package, path
+            top = "minikv" if package == "minikv" else f"minikv.{package}"
+            parts = path.relative_to(folder).with_suffix("").parts
+            name = ".".join((top, *(part for part in parts if part != "__init__")))
+            found[name] = package, path
+    return found
 
 
 def violations(package: str, name: str, text: str) -> list[str]:
     """Every import in `text` that the rules forbid."""
     found = []
-    for module in imports(text):
+    for module in imports(text, sources()):
         top = module.split(".")[0]
         if top in ("models", "kernels", "cli"):
             found.append(f"{name}: bare {module}")
@@ -110,61 +106,36 @@ def violations(package: str, name: str, text: str) -> list[str]:
 
 def test_every_import_follows_the_rules() -> None:
     found: list[str] = []
-    count = 0
-    for package, path in sources():
-        name = path.relative_to(ROOT).as_posix()
-        count += 1
-        found += violations(package, name, path.read_text())
+    for package, path in sources().values():
+        found += violations(package, path.relative_to(ROOT).as_posix(), path.read_text())
     assert found == []
-    assert count > 20
+    assert len(sources()) > 20
+    with pytest.raises(AssertionError):
+        list(imports("from . import arena", ()))
 
 
-@pytest.mark.parametrize(
-    ("package", "line"),
-    [
-        ("models", "import minikv.errors"),
-        ("models", "from minikv.cache.arena import Arena"),
-        ("models", "from minikv import scheduler"),
-        ("kernels", "from minikv.policies.base import View"),
-        ("kernels", "import safetensors"),
-        ("minikv", "from minikv.models import load"),
-        ("minikv", "import minikv.cli.main"),
-        ("minikv", "from minikv import models"),
-        ("cli", "from minikv.kernels import dispatch"),
-        ("cli", "import models"),
-        ("models", "from transformers import AutoModel"),
-        ("minikv", "def f():\n    from minikv.models.config import ModelConfig"),
-    ],
-)
+@table("""
+    package | line
+    models  | import minikv.errors
+    models  | from minikv.cache.arena import Arena
+    models  | from minikv import scheduler
+    kernels | from minikv.policies.base import View
+    kernels | import safetensors
+    minikv  | from minikv.models import load
+    minikv  | import minikv.cli.main
+    minikv  | from minikv import models
+    cli     | from minikv.kernels import dispatch
+    cli     | import models
+    models  | from transformers import AutoModel
+    minikv  | def f():\\n    from minikv.models.config import ModelConfig
+""")
 def test_the_rules_catch_each_kind_of_breach(package: str, line: str) -> None:
     assert violations(package, "x.py", line)
 
 
-def test_relative_imports_are_refused() -> None:
-    with pytest.raises(AssertionError):
-        list(imports("from . import arena"))
-
-
-def module_name(package: str, path: Path) -> str:
-    """The dotted name under which a source file is imported."""
-    parts = path.relative_to(PACKAGES[package]).with_suffix("").parts
-    top = "minikv" if package == "minikv" else f"minikv.{package}"
-    return ".".join((top, *(part for part in parts if part != "__init__")))
-
-
-def uses(name: str, text: str, modules: Collection[str]) -> set[str]:
-    """The modules that a source imports.
-
-    `from a import b` counts as `a.b` where that is a module, else as `a`.
-    """
-    found: set[str] = set()
-    for node in statements(text):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif node.module:
-            names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found.update(name if name in modules else node.module for name in names)
-    return (found & set(modules)) - {name}
+def used(files: Mapping[str, str]) -> dict[str, set[str]]:
+    """By name, which of these sources each of them imports."""
+    return {name: ({*imports(text, files)} & {*files}) - {name} for name, text in files.items()}
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
@@ -177,8 +148,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    files = {module_name(package, path): path.read_text() for package, path in sources()}
-    graph = {name: uses(name, text, files) for name, text in files.items()}
+    graph = used({name: path.read_text() for name, (_, path) in sources().items()})
     assert circle(graph) == []
     assert "minikv.cache.kv_cache" in graph["minikv.engine.engine"]
     assert "minikv.chat.session" in graph["minikv"]  # under TYPE_CHECKING
@@ -197,16 +167,13 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 )
 def test_every_kind_of_import_can_close_a_circle(line: str) -> None:
     files = {"minikv.a": line, "minikv.b": "from minikv.c import x", "minikv.c": "import minikv.a"}
-    graph = {name: uses(name, text, files) for name, text in files.items()}
-    assert set(circle(graph)) == set(files)
+    assert set(circle(used(files))) == set(files)
 
 
 def loaded_after(code: str) -> set[str]:
     """Top-level modules in a fresh interpreter after `code`, started away from the repository."""
-    script = f"{code}\nimport sys; print(*sorted(sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=True
-    )
+    done = python("-c", f"{code}\nimport sys; print(*sorted(sys.modules))", folder=Path("/"))
+    assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 
 
@@ -223,13 +190,6 @@ def test_every_data_file_of_models_is_package_data(folder: str) -> None:
     assert [n for n in data if not any(fnmatch(n, pattern) for pattern in patterns)] == []
 
 
-def test_the_command_of_the_readme_asks_what_the_bundled_document_answers() -> None:
-    asked = re.search(r'minikv ask "([^"]+)" models/bundled/sample\.txt', README.read_text())
-    assert asked is not None
-    known = json.loads((ROOT / "models/bundled/questions.json").read_text())
-    assert asked[1] in [entry["question"] for entry in known]
-
-
 _GO = (
     "import sys, contextlib, io\n"
     "from minikv.cli.main import run\n"
@@ -240,25 +200,19 @@ _GO = (
 )
 
 
-def test_light_commands_load_no_torch() -> None:
-    loaded = loaded_after(
-        f"{_GO}go('--help'); go('--version'); go('policies', '--help'); go('ask', '--help')\n"
-        "go('ask', 'q', '--policy', 'nonsense', 'x'); go('chat', 'no/such/file')"
-    )
-    assert "minikv.cli.documents.named" in loaded  # the commands did run
-    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
-
-
-def test_flags_are_imported_only_when_a_command_is_typed() -> None:
+def test_flags_are_imported_when_a_command_is_typed_and_torch_when_it_is_needed() -> None:
     for typed in ("", "ask"):
         loaded = loaded_after(f"{_GO}go(*'{typed} --help'.split())")
         imported = {"minikv.cli.arguments", "minikv.settings"} & loaded
         assert len(imported) == (2 if typed else 0)
         assert not loaded & {"minikv.cli.plan", "minikv.cli.chat.ask", "minikv.cli.eval.command"}
-    light = ("plan", "doctor", "models", "chats", "cache", "policies", "config")
-    loaded = loaded_after(_GO + "; ".join(f"go('{one}', '--help')" for one in light))
-    assert "minikv.cli.plan" in loaded  # the commands did run
-    assert "torch" not in loaded
+    light = [
+        f"{one} --help" for one in "plan doctor models chats cache policies config ask".split()
+    ]
+    light += ["--help", "--version", "ask q --policy nonsense x", "chat no/such/file"]
+    loaded = loaded_after(_GO + "; ".join(f"go(*{line.split()})" for line in light))
+    assert {"minikv.cli.plan", "minikv.cli.documents.named"} <= loaded  # the commands did run
+    assert not loaded & {"torch", "numpy", "transformers", "tokenizers", "huggingface_hub"}
 
 
 def test_nothing_is_imported_under_a_bare_name() -> None:
@@ -276,7 +230,5 @@ def test_python_in_a_clone_finds_all_of_it() -> None:
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
         "import minikv.kernels.dispatch, minikv.models, minikv.cli.main; print(minikv.__file__)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert Path(done.stdout.strip()) == ROOT / "minikv/__init__.py"
+    done = python("-c", code, folder=ROOT)
+    assert Path(done.stdout.strip()) == ROOT / "minikv/__init__.py", done.stderr

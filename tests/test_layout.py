@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,34 +61,22 @@ def computes(module: Path) -> bool:
     )
 
 
-@cache
-def modules() -> list[Path]:
-    """Found when a test asks, for each worker imports this file and parsing takes a second."""
-    return [
+def test_every_module_has_its_test_file() -> None:
+    modules = [
         path.relative_to(ROOT)
         for folder in FOLDERS
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path.name != "__init__.py" and computes(path)
     ]
-
-
-def mirror(module: Path) -> Path:
-    """minikv/cache/prefill.py -> cache/test_prefill.py, below tests/."""
-    folder = module.parent.relative_to("minikv") if module.parts[0] == "minikv" else module.parent
-    return folder / f"test_{module.name}"
-
-
-def test_every_module_has_its_test_file() -> None:
-    assert modules()
-    for module in modules():
-        name = module.as_posix()
-        own = (TESTS / mirror(module)).exists()
-        assert own != (name in ELSEWHERE), f"{mirror(module)} or a row of ELSEWHERE, not both"
-        assert own or (TESTS / ELSEWHERE[name]).exists(), name
-
-
-def test_the_list_names_no_module_that_is_gone() -> None:
-    assert {*ELSEWHERE} <= {module.as_posix() for module in modules()}
+    assert modules
+    for module in modules:
+        name, own = module.as_posix(), module.parts[0] == "minikv"
+        folder = module.parent.relative_to("minikv") if own else module.parent
+        mirror = folder / f"test_{module.name}"
+        there = (TESTS / mirror).exists()
+        assert there != (name in ELSEWHERE), f"{mirror} or a row of ELSEWHERE, not both"
+        assert there or (TESTS / ELSEWHERE[name]).exists(), name
+    assert {*ELSEWHERE} <= {module.as_posix() for module in modules}
 
 
 def test_mutants_that_no_test_can_see_are_of_lines_that_stand() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from time import perf_counter
@@ -14,13 +16,13 @@ import pytest
 import small
 import tiny
 import torch
+from refusals import refused
 from torch import Tensor
 
 import minikv
 from minikv.cache import kv_cache
 from minikv.chat.fitting import USEFUL, Machine
 from minikv.engine import threads, warmup
-from minikv.errors import UsageError
 from minikv.kernels import dispatch
 from minikv.kernels.dispatch import Kernels
 from minikv.kernels.native import build as native
@@ -45,29 +47,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Progress:
-    """Notes what it is told, in order, each kind once."""
+    """Notes what it is told, in order, each kind once; of `say`, the line."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
 
-    def _note(self, what: str) -> None:
-        if what not in self.told[-1:]:
-            self.told.append(what)
+    def __getattr__(self, kind: str) -> Callable[..., None]:
+        def note(*given: object) -> None:
+            what = str(given[0]) if kind == "say" else kind
+            self.told += [] if what in self.told[-1:] else [what]
 
-    def planned(self, files: int, size: int, free: int | None) -> None:
-        self._note("planned")
-
-    def download(self, done: int, total: int) -> None:
-        self._note("download")
-
-    def weights(self, done: int, total: int) -> None:
-        self._note("weights")
-
-    def say(self, line: str) -> None:
-        self._note(line)
-
-    def kernels(self) -> None:
-        self._note("kernels")
+        return note
 
 
 # -- what the settings reach ----------------------------------------------------------------------
@@ -75,23 +65,10 @@ class Progress:
 
 def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     began = perf_counter()
-    chat = build(
-        Settings(
-            model=str(folder),
-            policy="snapkv",
-            budget="64",
-            decode="tova",
-            kernels="torch",
-            kv="int8",
-            seed=7,
-            dtype="bfloat16",
-            reuse="blind",
-            fidelity="off",
-            system="be brief",
-            pin_system=True,
-            options={"window": 5},
-        )
-    )
+    given: dict[str, Any] = {"policy": "snapkv", "budget": "64", "decode": "tova", "kv": "int8"}
+    given |= {"kernels": "torch", "seed": 7, "dtype": "bfloat16", "reuse": "blind"}
+    given |= {"fidelity": "off", "system": "be brief", "pin_system": True, "options": {"window": 5}}
+    chat = build(Settings(model=str(folder), **given))
     kv, net = chat.engine.kv, chat.engine.network
     assert (kv.rules.prompt.name, kv.rules.step.name) == ("snapkv", "tova")  # type: ignore[union-attr]
     assert kv.rules.prompt.evidence.window == 5  # type: ignore[union-attr]
@@ -111,27 +88,22 @@ def test_every_setting_reaches_what_it_is_for(folder: Path) -> None:
     assert facts.notes == net.config.notes
 
 
-def test_processors_with_tiles_read_more_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_rows_of_a_prompt_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More on processors with tiles, and on GPUs with fast attention in long blocks."""
     for processor, rows in (("amx", 2048), ("avx2", None)):
         monkeypatch.setattr(choice, "processor", lambda processor=processor: processor)
         assert prompt_rows(cuda=False, head_dim=64) == rows
-
-
-def test_gpus_with_fast_attention_in_long_blocks_read_more_rows_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    for capability, head_dim, rows in (
-        ((9, 0), 128, 8192),
-        ((9, 0), 256, None),
-        ((8, 0), 128, None),
+    for there, capability, head_dim, rows in (
+        (True, (9, 0), 128, 8192),
+        (True, (9, 0), 256, None),
+        (True, (8, 0), 128, None),
+        (False, (8, 0), 128, None),
     ):
-        found = lambda device, capability=capability: capability  # noqa: E731
-        monkeypatch.setattr(torch.cuda, "get_device_capability", found)
+        asked = {"is_available": there, "get_device_capability": capability}
+        for name, answer in asked.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         assert prompt_rows(cuda=True, head_dim=head_dim) == rows
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert prompt_rows(cuda=True, head_dim=128) is None
 
 
 def test_auto_is_the_sampling_of_the_models_files(folder: Path, tmp_path: Path) -> None:
@@ -150,20 +122,17 @@ def test_auto_is_the_sampling_of_the_models_files(folder: Path, tmp_path: Path) 
         assert chat.report.sampling.items() >= want.items()
 
 
-def test_defaults_are_those_of_the_device(folder: Path) -> None:
+def test_defaults_are_those_of_the_device_and_a_stride_reads_prompts_in_blocks(
+    folder: Path,
+) -> None:
     chat = build(Settings(model=str(folder)))
     assert chat.engine.kv.ops.name in ("native", "torch")
     assert chat.engine.network.ops.name == chat.engine.kv.ops.name
     assert chat.facts.kv == "float32"
     assert chat.fidelity
-
-
-def test_a_stride_reads_prompts_in_blocks(folder: Path) -> None:
-    chat = build(
-        Settings(model=str(folder), policy="roco", budget="64", stride=16, kernels="torch")
-    )
-    assert chat.engine.kv.rules.stride == 16
-    assert chat.engine.kv.rules.prompt is None
+    named = {"policy": "roco", "budget": "64", "stride": 16, "kernels": "torch"}
+    rules = build(Settings(model=str(folder), **named)).engine.kv.rules  # type: ignore[arg-type]
+    assert (rules.stride, rules.prompt) == (16, None)
 
 
 # -- what the caller is told ----------------------------------------------------------------------
@@ -196,7 +165,7 @@ def test_a_compilation_is_announced(
     monkeypatch.setattr(native, "compiles", lambda: compiles)
     monkeypatch.setattr(native, "remarks", lambda: remarks)
     monkeypatch.setattr(linear, "lacks", lambda form: "")
-    progress = Progress()
+    progress: Any = Progress()
     asked = Settings(model=str(folder), weights=weights, kernels=kernels)
     chat = build(asked, progress if heard else None)
     assert progress.told == (told if heard else [])
@@ -231,10 +200,9 @@ def test_triton_without_a_gpu_is_refused_before_anything_loads(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    heard = Progress()
-    with pytest.raises(UsageError, match="CUDA") as refused:
-        build(Settings(model=str(folder), kernels="triton"), heard)
-    assert refused.value.exit_code == 2
+    heard: Any = Progress()
+    error = refused("CUDA", build, Settings(model=str(folder), kernels="triton"), heard)
+    assert error.exit_code == 2
     assert heard.told == []
 
 
@@ -308,17 +276,14 @@ def test_fields_of_settings_and_options_of_every_policy_are_arguments(tmp_path: 
 # -- facts of the network -------------------------------------------------------------------------
 
 
-def test_the_shape_of_a_cache_is_the_models(folder: Path) -> None:
-    chat = build(Settings(model=str(folder), kernels="torch"))
-    config = replace(chat.engine.network.config, windows=(None, 8, None))
-    shape = shape_of(config)
-    assert (shape.layers, shape.kv_heads, shape.heads) == (3, 2, 4)
-    assert (shape.head_dim, shape.windows, shape.max_context) == (12, (None, 8, None), 2048)
-
-
-def test_the_output_projection_is_cut_by_query_head(folder: Path) -> None:
+def test_the_shape_of_a_cache_is_the_models_and_the_output_is_cut_by_query_head(
+    folder: Path,
+) -> None:
     """Mixed values [H, G, D] through it are what the layer's own matrix makes of them."""
     network = build(Settings(model=str(folder), kernels="torch")).engine.network
+    shape = shape_of(replace(network.config, windows=(None, 8, None)))
+    assert (shape.layers, shape.kv_heads, shape.heads) == (3, 2, 4)
+    assert (shape.head_dim, shape.windows, shape.max_context) == (12, (None, 8, None), 2048)
     mixed = torch.randn(2, 2, 12, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         found: Tensor = torch.einsum("hgd,hgdc->c", mixed, output_of(network)(1))  # type: ignore[arg-type]
@@ -333,8 +298,7 @@ def test_threads_learn_how_to_wait_before_anything_is_loaded(
     calls: list[str] = []
     monkeypatch.setattr(threads, "wait_briefly", lambda: calls.append("wait"))
     monkeypatch.setattr("minikv.models.refuse_without_torch", lambda: calls.append("torch"))
-    with pytest.raises(ModelError):
-        build(Settings(model=str(tmp_path / "nowhere")))
+    refused("", build, Settings(model=str(tmp_path / "nowhere")), error=ModelError)
     assert calls[:2] == ["wait", "torch"]
 
 
@@ -351,9 +315,7 @@ def test_what_is_public_is_shown_and_nothing_else() -> None:
         assert not {"engine", "guard", "recall", "tokenizer", "template", "facts"} & set(names)
         with pytest.raises(minikv.MinikvError):
             chat.ask("")
-
-
-def test_an_answer_is_as_long_from_python_as_on_the_command_line() -> None:
+    # An answer is as long from Python as on the command line.
     for method in (minikv.ChatSession.ask, minikv.ChatSession.continue_answer):
         assert signature(method).parameters["max_tokens"].default == Generation().max_tokens
 
@@ -367,12 +329,8 @@ def test_a_tier_in_ram_leaves_less_to_the_cache(
     chat = build(Settings(model=str(folder), policy="adakv", kernels="torch", device="cpu"))
     kv, kept = chat.engine.kv, list[int]()
     config: Any = chat.engine.network.config  # type: ignore[attr-defined]
-    machine = Machine(
-        kv.shape,
-        kv.dtype,
-        kv.kv,
-        lambda tokens: workspace(config, tokens, kv.dtype.itemsize, cuda=False),
-    )
+    space = partial(workspace, config, itemsize=kv.dtype.itemsize, cuda=False)
+    machine = Machine(kv.shape, kv.dtype, kv.kv, space)
     needs = machine.needs(chat.eviction.under(1200), 2000, 8)
     assert needs is not None
     free = 8 * needs[1] // 7 + 8
@@ -388,14 +346,11 @@ def test_the_work_space_counts_what_a_gpu_reads_at_once(monkeypatch: pytest.Monk
     config = small.network(layers=2).config
     sizes = []
     for asked in (None, 4096):
-        monkeypatch.setattr(
-            "minikv.loader.prompt_rows", lambda *, cuda, head_dim, asked=asked: asked
-        )
+        monkeypatch.setattr("minikv.loader.prompt_rows", lambda asked=asked, **_: asked)
         sizes.append(workspace(config, 100_000, 2, cuda=True))
         packed = workspace(config, 100_000, 2, cuda=True, packed=True)
         matrix = 2 * config.mlp * config.hidden  # gate and up are one
         assert packed - sizes[-1] == 2 * matrix
-        assert workspace(config, 100_000, 2, cuda=False, packed=True) == workspace(
-            config, 100_000, 2, cuda=False
-        )
+        ours = [workspace(config, 100_000, 2, cuda=False, packed=form) for form in (True, False)]
+        assert ours[0] == ours[1]
     assert sizes[1] > sizes[0]

@@ -36,22 +36,14 @@ def test_matrices_lie_there_and_what_was_packed_is_gone(
     """`gate_up` and `down` are large enough for mappings of their own, in bfloat16 all are;
     the rest shares one. A file's matrices are packed some rows at a time; of random ones, which are
     packed whole, none is left, but each plain matrix that stays has one alone."""
-    sizes = networks.llama(
-        layers=2, hidden=2048, mlp=4096, heads=16, kv_heads=4, head_dim=128, vocab=500
-    )
+    given = {"layers": 2, "hidden": 2048, "mlp": 4096, "heads": 16, "kv_heads": 4}
+    sizes = networks.llama(**given, head_dim=128, vocab=500)
     if loaded:
         net = networks.plain(networks.Spec(sizes))
         save_file(dict(tensors_of(net)), tmp_path / "model.safetensors")
-        config = {
-            "model_type": "llama",
-            "hidden_size": 2048,
-            "intermediate_size": 4096,
-            "vocab_size": 500,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-        }
+        config = {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 4096}
+        config |= {"vocab_size": 500, "num_hidden_layers": 2, "num_attention_heads": 16}
+        config |= {"num_key_value_heads": 4, "head_dim": 128}
         (tmp_path / "config.json").write_text(json.dumps(config))
     made: list[weakref.ref[mmap.mmap]] = []
 
@@ -123,13 +115,6 @@ def test_a_slab_goes_with_its_last_tensor() -> None:
     assert slab() is None
 
 
-def test_it_can_be_trained() -> None:
-    weight = Pages(CPU).empty((512, 512), torch.float32).normal_().requires_grad_()
-    (weight * 2).sum().backward()
-    assert weight.grad is not None
-    assert bool((weight.grad == 2).all())
-
-
 @needs_large
 @pytest.mark.parametrize("refused", ["map", "advice"])
 def test_without_such_memory_it_is_torch_s(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +135,11 @@ def test_without_such_memory_it_is_torch_s(refused: str, monkeypatch: pytest.Mon
     assert [t.sum().item() for t in made] == [0, SMALL, 2 * SMALL]
 
 
-def test_elsewhere_it_is_torch_s() -> None:
+def test_it_can_be_trained_and_elsewhere_it_is_torch_s() -> None:
+    weight = Pages(CPU).empty((512, 512), torch.float32).normal_().requires_grad_()
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+    assert bool((weight.grad == 2).all())
     made = Pages(torch.device("meta")).empty((1 << 40, 2), torch.float32)
     assert (made.device.type, made.shape) == ("meta", (1 << 40, 2))
 

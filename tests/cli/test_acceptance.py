@@ -16,8 +16,8 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from forked import Done, Forked, Presses, run
 from pairwise import some_by_day
 from processes import python
 from rich.cells import cell_len
+from test_hub import REPO, put_in_cache
 from typed import invoke
 
 STORY = "The mill stands by the river, and nobody knows who built it. " * 8
@@ -64,18 +65,6 @@ class Program:
         files, stdin = ["story.txt"] * read, "\n".join([*lines, ""])
         flags = self.flags("--budget", "64")
         return self.run("chat", *files, *flags, *words, presses=presses, stdin=stdin)
-
-    @contextmanager
-    def terminal(self, *words: str, columns: int = 100, **env: str) -> Iterator[Forked]:
-        """A chat on a terminal that waits for a line at first, and leaves at the end."""
-        env = {**ONE_THREAD, "TERM": "xterm", "COLUMNS": str(columns), **env}
-        flags = ("story.txt", *self.flags("--budget", "64"), *words)
-        with closing(Forked("chat", *flags, env=env, folder=self.folder, columns=columns)) as talk:
-            talk.until("leaves.")
-            talk.ready()
-            yield talk
-            talk.type("/exit\r")
-            assert talk.code() == 0
 
     def export(self, name: str) -> Any:
         return json.loads((self.folder / name).read_text())
@@ -126,12 +115,6 @@ def process(
         timeout=120,
         start_new_session=True,
     )
-
-
-def lengths(exported: Mapping[str, Any]) -> list[int]:
-    """Rows that each head of each layer holds."""
-    heads = [base64.b64decode(bits) for layer in exported["kept"] for bits in layer]
-    return [sum(byte.bit_count() for byte in held) for held in heads]
 
 
 def held(exported: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -260,7 +243,8 @@ def test_05_the_printed_numbers_add_up(program: Program) -> None:
     exported = program.export("c.json")
     record = exported["turns"][0]["record"]
     tokens, kv = record["tokens"], record["kv_bytes"]
-    rows = lengths(exported)
+    heads = [base64.b64decode(bits) for layer in exported["kept"] for bits in layer]
+    rows = [sum(byte.bit_count() for byte in held) for held in heads]
     assert len(rows) == tiny.LAYERS * tiny.KV_HEADS
     row = 2 * tiny.HEAD * 4 + 4  # a key and a value in float32, and the position
     state = 4  # h2o's sum
@@ -340,7 +324,6 @@ def test_07_a_saved_chat_goes_on_in_another_process(program: Program) -> None:
     assert held(program.export("later.json")) == held(program.export("whole.json"))
 
 
-REPO, COMMIT = "acme/tiny-chat", "0123456789abcdef0123456789abcdef01234567"
 WATCH = """
 import os, sys
 def watch(event, given):
@@ -357,15 +340,10 @@ sys.addaudithook(watch)
 def test_09_offline_opens_no_socket(program: Program, missing: str | None) -> None:
     """With HF_HUB_OFFLINE=1 a model that is complete in the hub's cache answers without a socket
     being opened; one that lacks a file is exit 3, with the file named, and no socket either."""
-    root = program.folder / "hub" / f"models--{REPO.replace('/', '--')}"
-    snapshot = root / "snapshots" / COMMIT
-    for folder in (snapshot, root / "refs", root / "blobs", program.folder / "watch"):
-        folder.mkdir(parents=True)
-    (root / "refs" / "main").write_text(COMMIT)
-    for path in program.model.iterdir():
-        if path.name != missing:
-            (root / "blobs" / path.name).write_bytes(path.read_bytes())
-            (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    files = {path.name: path.read_bytes() for path in program.model.iterdir()}
+    files.pop(missing or "", None)
+    put_in_cache(program.folder / "hub", files)
+    (program.folder / "watch").mkdir()
     (program.folder / "watch" / "sitecustomize.py").write_text(WATCH)
     sockets = program.folder / "sockets"
     done = process(
@@ -386,16 +364,22 @@ def test_09_offline_opens_no_socket(program: Program, missing: str | None) -> No
 
 def screens(program: Program, columns: int = 100, **env: str) -> str:
     """What came to a terminal from a chat with the screens that draw most."""
-    with program.terminal(columns=columns, **env) as talk:
+    env = {**ONE_THREAD, "TERM": "xterm", "COLUMNS": str(columns), **env}
+    words, given = program.flags("--budget", "64"), {"folder": program.folder, "columns": columns}
+    with closing(Forked("chat", "story.txt", *words, env=env, **given)) as talk:
+        talk.until("leaves.")
         for line, last in (
             ("Why?", "not" if columns < 60 else "not checked"),
             ("/stats", "at the most"),
             ("/kept", "mill"),
             ("/help", "new line"),
         ):
+            talk.ready()
             talk.type(f"{line}\r")
             talk.until(last)
-            talk.ready()
+        talk.ready()
+        talk.type("/exit\r")
+        assert talk.code() == 0
     return talk.seen
 
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner, Result
+from typed import invoke
+from typer.testing import Result
 
 from minikv.chat.report import size
-from minikv.cli.main import app
 from minikv.models import BUNDLED
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path))
-    return tmp_path / "cache" / "prompts"
-
-
 def run(*arguments: str, code: int = 0) -> Result:
-    result = CliRunner().invoke(app, [*arguments])
+    result = invoke(*arguments)
     assert result.exit_code == code, result.stderr
     return result
 
@@ -33,7 +27,8 @@ def ask(*flags: str) -> tuple[str, int, str]:
     return made["answer"], made["tokens"]["prompt_new"], result.stderr
 
 
-def test_the_second_question_about_a_document_reads_only_itself(home: Path) -> None:
+def test_the_second_question_about_a_document_reads_only_itself() -> None:
+    home = Path(os.environ["MINIKV_HOME"]) / "cache/prompts"
     assert "no prompt is kept" in run("cache").stderr
     answer, read, told = ask("--remember", "off")
     assert read > 6000

@@ -72,12 +72,15 @@ def test_the_json_has_the_facts_of_the_chat() -> None:
     assert (made["format"], made["version"]) == ("minikv chat", 1)
 
 
-def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer() -> None:
+@pytest.mark.parametrize(("question", "forgets"), [("who?", True), ("Ada?", True), ("who?", False)])
+def test_thoughts_are_folded_and_their_text_is_not_taken_for_the_answer(
+    question: str, forgets: bool
+) -> None:
     session, text = chat(), "<think>\nIs it Ada? Yes, <b>Ada</b>.\n</think>\n\nAda"
     engine: Any = session.engine
-    session.template = ThinkML(ByteTokenizer(), opens=False)
+    session.template = ThinkML(ByteTokenizer(), opens=False, forgets=forgets)
     engine.length, engine.script = 1 << 20, [*text.encode(), END]
-    list(session.ask("who?"))
+    list(session.ask(question))
     list(session.ask("really?"))
     facts = gather(session)
     assert [turn.thoughts for turn in facts.turns] == ["Is it Ada? Yes, <b>Ada</b>."] * 2
@@ -109,6 +112,16 @@ def test_sections_hold_the_texts() -> None:
     facts = gather(session)
     document = facts.sections[0]
     assert facts.text[document.start : document.end] == ("", "é", *" is ", "", "é")
+    for text, name in (("  a lead ", None), ("e", "e")):
+        session = chat()
+        session.engine.script = list(b" e ")  # type: ignore[attr-defined]
+        session.attach(text, name)
+        list(session.ask(text, max_tokens=3))
+        facts = gather(session)
+        found = [text_of(facts, s.start, s.end) for s in facts.sections]
+        assert found == [text.strip(), text.strip(), "e"]
+        begin = facts.sections[0].start
+        assert text_of(facts, 0, begin) == (f"Document: {name}\n\n" if name else "  ")
     # As one that was loaded without its cache: turns, but no tokens.
     session = spoken()
     session.engine.reset()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from forked import Piped, run
 from processes import python
+from tables import table
 from typed import answer_of, fails, invoke
 
 import minikv
@@ -81,30 +82,28 @@ def test_ctrl_c_while_python_imports_is_quiet(module: str, tmp_path: Path) -> No
 
 
 # -- without a model ------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("ask q --quality 1", "error: --quality is gone: choose --budget; the record"),
-        ("chat --preset many-questions", "error: --preset is gone: --policy kvzip"),
-        ("chat --reread-limit=3", "error: --reread-limit is gone: --reuse once reads"),
-        ("eval --csv x", "error: --csv is gone: --json has every figure"),
-        ("verify -m x", "error: verify is gone: hf cache verify NAME"),
-        ("config path", "error: path is gone: `minikv config show` says which file"),
-        ("policies show h2o --json", "error: --json is gone: `minikv policies show NAME`"),
-        ("doctor --json", "error: --json is gone: `minikv doctor` prints a line for each"),
-        ("cache --json", "error: --json is gone: `minikv cache` prints"),
-        ("chats --json", "error: --json is gone: `minikv chats` prints one line for each"),
-        ("chats show one --json", "error: --json is gone: minikv chat --resume NAME, then /export"),
-        ("models --json", "error: --json is gone: `minikv models` prints one line for each"),
-        ("bench kernels", "error: kernels is gone: `minikv bench decode` and"),
-        ("bench --model x", "error: --model is gone: --shape takes the sizes"),
-        ("bench nonsense", "error: Invalid value for 'decode|prefill|all': 'nonsense' is"),
-        ("report chat.json", "error: report is gone: minikv chat --resume NAME, then"),
-        ("ask q --xyzzy", "error: No such option: --xyzzy"),
-        ("nonsense", "error: No such command 'nonsense'"),
-        ("config", "Usage: minikv config"),  # without the command below it
-    ],
-)
+@table("""
+    words                        | says
+    ask q --quality 1            | error: --quality is gone: choose --budget; the record
+    chat --preset many-questions | error: --preset is gone: --policy kvzip
+    chat --reread-limit=3        | error: --reread-limit is gone: --reuse once reads
+    eval --csv x                 | error: --csv is gone: --json has every figure
+    verify -m x                  | error: verify is gone: hf cache verify NAME
+    config path                  | error: path is gone: `minikv config show` says which file
+    policies show h2o --json     | error: --json is gone: `minikv policies show NAME`
+    doctor --json                | error: --json is gone: `minikv doctor` prints a line for each
+    cache --json                 | error: --json is gone: `minikv cache` prints
+    chats --json                 | error: --json is gone: `minikv chats` prints one line for each
+    chats show one --json        | error: --json is gone: minikv chat --resume NAME, then /export
+    models --json                | error: --json is gone: `minikv models` prints one line for each
+    bench kernels                | error: kernels is gone: `minikv bench decode` and
+    bench --model x              | error: --model is gone: --shape takes the sizes
+    bench nonsense               | error: Invalid value for 'decode|prefill|all': 'nonsense' is
+    report chat.json             | error: report is gone: minikv chat --resume NAME, then
+    ask q --xyzzy                | error: No such option: --xyzzy
+    nonsense                     | error: No such command 'nonsense'
+    config                       | Usage: minikv config
+""")
 def test_what_the_program_does_not_take(
     words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,16 +8,12 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tables import table
 from test_hub import REPO, FakeHub, cache, files, put_in_cache, written
 from typed import fails, invoke
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIKV_HOME", str(tmp_path / "home"))
-
 
 run = partial(invoke, "models")
 
@@ -26,15 +22,13 @@ def rows(text: str) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in text.splitlines()[1:]}
 
 
-def test_the_bundled_model_is_always_there(cache: Path) -> None:
+def test_models_have_a_size_and_a_state(cache: Path, files: dict[str, bytes]) -> None:
+    """The bundled one is always there."""
     result = run()
     fails(result, 0, f"no models in {cache}")
     assert rows(result.stdout)["bundled"][1:] == ["MiB", "-", "ready"]
     os.rmdir(cache)
     assert list(rows(run().stdout)) == ["bundled"]
-
-
-def test_cached_models_have_a_size_and_a_state(cache: Path, files: dict[str, bytes]) -> None:
     put_in_cache(cache, files)
     size = sum(map(len, files.values()))
     assert rows(run().stdout)[REPO] == [f"{size / 1024:.1f}", "KiB", "-", "ready"]
@@ -51,12 +45,11 @@ def test_cached_models_have_a_size_and_a_state(cache: Path, files: dict[str, byt
 
 
 def test_pull_fetches_only_what_is_needed(
-    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cache: Path, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = {**files, "README.md": b"x", "pytorch_model.bin": b"x"}
     hub = Sized(monkeypatch, cache, served)
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home/config.toml").write_text(f'[aliases]\nmine = "{REPO}"\n')
+    fails(invoke("config", "set", "aliases.mine", REPO), 0)
     result = run("pull", "mine")
     assert result.exit_code == 0, result.stderr
     folder = Path(result.stdout.strip())
@@ -69,28 +62,25 @@ def test_pull_fetches_only_what_is_needed(
 
 
 class Sized(FakeHub):
-    """A hub that is watched."""
+    """A hub that is asked for sizes and says how a download goes on."""
 
     def model_info(self, repo: str, revision: str | None = None, **more: object) -> object:
         return super().model_info(repo, revision)
 
-    def download(self, repo: str, **given: object) -> str:
-        given.pop("tqdm_class", None)
-        return super().download(repo, **given)  # type: ignore[arg-type]
+    def download(self, repo: str, *, tqdm_class: object = None, **given: Any) -> str:
+        return super().download(repo, **given)
 
 
-@pytest.mark.parametrize(
-    ("name", "code", "said"),
-    [
-        ("bundled", 2, "part of minikv"),
-        (".", 2, "is here already"),
-        ("nosuch", 3, "not found"),
-        ("a/b/c", 3, "not found"),
-    ],
-)
-def test_pull_refuses_what_is_no_model(cache: Path, name: str, code: int, said: str) -> None:
+@table("""
+    name    | code | said
+    bundled | 2    | part of minikv
+    .       | 2    | is here already
+    nosuch  | 3    | not found
+    a/b/c   | 3    | not found
+""")
+def test_pull_refuses_what_is_no_model(cache: Path, name: str, code: str, said: str) -> None:
     result = run("pull", name)
-    fails(result, code, said)
+    fails(result, int(code), said)
     assert result.stdout == ""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import tracemalloc
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -48,12 +47,7 @@ def test_where_a_file_is(
     ):
         monkeypatch.setenv(known, value)
         assert where() == Path(found) / name
-
-
-@pytest.mark.parametrize("where", FILES)
-def test_without_a_home_directory(
-    where: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Without a home directory.
     monkeypatch.setenv("MINIKV_HOME", "~no-such-user/x")
     refused("a user who does not exist: '~no-such-user/x'", where)
     for name in ("MINIKV_HOME", *(variable for variable, _, _ in FILES.values())):
@@ -72,9 +66,13 @@ def test_without_a_home_directory(
         lambda: keeper.place({}, saved=False),
     ],
 )
-@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("own", "umask"), [(True, 0), (False, 0), (True, 0o177)])
 def test_folders_are_the_users_alone_for_any_umask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], own: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[], object],
+    own: bool,
+    umask: int,
 ) -> None:
     """Also those above: who may write to one of them may exchange what is in it."""
     home = tmp_path / "above" / "home"
@@ -82,7 +80,7 @@ def test_folders_are_the_users_alone_for_any_umask(
     for name in ("CONFIG", "DATA", "STATE", "CACHE"):
         monkeypatch.delenv(f"XDG_{name}_HOME", raising=False)
     monkeypatch.setenv(paths.HOME, str(home / "minikv") if own else "")
-    before = os.umask(0)
+    before = os.umask(umask)
     try:
         act()
     finally:
@@ -92,27 +90,22 @@ def test_folders_are_the_users_alone_for_any_umask(
     assert {path: stat.S_IMODE(path.stat().st_mode) for path in made} == dict.fromkeys(made, 0o700)
 
 
-def program(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """minikv in a folder that is removed before it starts."""
-    entry = "from minikv.cli.__main__ import run; run()"
-    script = (
-        "import os, sys; os.rmdir(os.getcwd()); "
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    )
-    folder.mkdir()
-    return python("-c", script, "-c", entry, *arguments, folder=folder)
-
-
 def test_a_current_directory_that_was_deleted(tmp_path: Path) -> None:
     """torch's library ended the process there, or it was called a bug. Help needs none."""
     told = [
         "error: the current directory cannot be read: No such file or directory",
         "  it was deleted or moved; change to another one with cd",
     ]
-    for line in ("config show", "plan"):
-        done = program(*line.split(), folder=tmp_path / "gone")
-        assert (done.returncode, done.stderr.splitlines()) == (2, told), line
-    assert program("--help", folder=tmp_path / "gone").returncode == 0
+    entry = "from minikv.cli.__main__ import run; run()"
+    script = (
+        "import os, sys; os.rmdir(os.getcwd()); "
+        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    for line in ("config show", "plan", "--help"):
+        (tmp_path / "gone").mkdir()
+        done = python("-c", script, "-c", entry, *line.split(), folder=tmp_path / "gone")
+        said = (done.returncode, done.stderr.splitlines())
+        assert said == (2, told) if line != "--help" else done.returncode == 0, line
 
 
 def test_an_empty_home_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,12 +136,13 @@ def test_warnings_of_libraries_are_shown_only_if_python_is_asked_to(asked: bool)
 OPEN, ITEM = b"{},", b"1,"
 
 
-@pytest.mark.parametrize(
-    "data", [OPEN * (CONTAINERS + 1), b"[" * (CONTAINERS + 1), ITEM * (ITEMS + 1)]
-)
-def test_many_parts_are_refused(data: bytes) -> None:
-    with pytest.raises(ValueError, match="are too many"):
-        refuse_many(data)
+def test_many_parts_are_refused_and_a_file_of_them_in_one_line(tmp_path: Path) -> None:
+    for data in (OPEN * (CONTAINERS + 1), b"[" * (CONTAINERS + 1), ITEM * (ITEMS + 1)):
+        with pytest.raises(ValueError, match="are too many"):
+            refuse_many(data)
+    path = tmp_path / "many.json"
+    path.write_bytes(b"[" + OPEN * CONTAINERS + b"{}]")
+    refused("are too many", list, read_items(path))
 
 
 @pytest.mark.parametrize(
@@ -186,9 +180,3 @@ def test_a_long_text_costs_little_to_leave_out(monkeypatch: pytest.MonkeyPatch) 
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_such_a_file_is_refused_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "many.json"
-    path.write_bytes(b"[" + OPEN * CONTAINERS + b"{}]")
-    refused("are too many", list, read_items(path))

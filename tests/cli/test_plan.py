@@ -14,7 +14,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import classes
+from checkpoints import Spec, write
 from fakes import PADDED
 from lettered import over
 from llama_8b import LLAMA
@@ -23,6 +23,7 @@ from refusals import failing, refused
 from safetensors.torch import load_file
 from small import network
 from small_chat import reported
+from tables import table
 from typed import body, invoke, printed, screen
 
 import minikv
@@ -102,16 +103,10 @@ def test_the_weights_of_the_bundled_model_are_counted_to_the_byte() -> None:
     assert made.token_bytes - half.token_bytes == 2 * numbers
 
 
-@pytest.mark.parametrize(
-    ("form", "told"),
-    {
-        "int8": "bfloat16, the layers in int8\n",
-        "int4": "bfloat16, the layers in int4\n",
-        "int8+head": "bfloat16, the layers in int8, the head in int8\n",
-        "int4+head": "bfloat16, the layers in int4, the head in int8\n",
-    }.items(),
-)
-def test_packed_weights_are_counted_to_the_byte(form: str, told: str) -> None:
+@pytest.mark.parametrize("form", ["int8", "int4", "int8+head", "int4+head"])
+def test_packed_weights_are_counted_to_the_byte(form: str) -> None:
+    layers, _, head = form.partition("+")
+    told = f"bfloat16, the layers in {layers}{', the head in int8' if head else ''}\n"
     given = {"weights": form, "device": "cpu"}
     made, there = of(None, 1000, **given), minikv.load(**given, tier="none")
     assert made.weights == there.facts.weight_bytes
@@ -131,30 +126,13 @@ def test_packed_weights_are_planned_where_they_run() -> None:
         assert caught.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("family", "raw"),
-    [
-        ("llama", {}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("llama", {"head_dim": 10}),
-        ("mistral", {"sliding_window": 64}),
-        ("mistral", {"head_dim": 24}),
-        ("qwen2", {}),
-        ("qwen2", {"tie_word_embeddings": True}),
-    ],
-    ids=str,
-)
-def test_random_models_are_counted(family: str, raw: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoConfig
+SPECS = [Spec(), Spec(tied=True), Spec(bias=True, mlp_bias=True), Spec(head_dim=10)]
+SPECS += [Spec("mistral", window=64), Spec("mistral", head_dim=24), Spec("qwen2")]
 
-    _, kind = classes(family)
-    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 101}
-    sizes |= {"max_position_embeddings": 512, "tie_word_embeddings": False}
-    sizes |= {"model_type": family, "architectures": [kind.__name__]}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | raw))
-    model = kind(AutoConfig.from_pretrained(tmp_path))
+
+@pytest.mark.parametrize("spec", [*SPECS, Spec("qwen2", tied=True)], ids=lambda spec: spec.name)
+def test_random_models_are_counted(spec: Spec, tmp_path: Path) -> None:
+    model = write(spec, tmp_path)
     counted = sum(p.numel() for p in model.parameters())  # a tied head is one parameter
     made = of(str(tmp_path), 100, dtype="bfloat16")
     assert made.parameters == counted
@@ -198,20 +176,20 @@ def asked(session: ChatSession, eviction: EvictionConfig, text: str, answer: int
 
 def measured_and_planned(
     session: ChatSession, eviction: EvictionConfig, text: str
-) -> list[tuple[int, int]]:
-    """Of one turn: peak, allocated and held, as the turn record has them and as planned."""
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of one turn: peak, allocated, held and full, as the turn record has them and as planned."""
     session.recall.kind = "none"  # with a tier in RAM the layer that is read is a part of that
     report, config = asked(session, eviction, text), config_of(session)
     tokens, kv_bytes = report.tokens, report.kv_bytes
     made, setup = planned_by(eviction, config, tokens.prompt_new)
     seen = session.engine.kv.position
     full = sum(min(seen, (window or 1 << 40) - 1) for window in config.windows)
-    return [
-        (kv_bytes.peak_prefill, peak(made, setup).reading),
-        (kv_bytes.allocated, allocated(made, setup)),
-        (kv_bytes.held, held_after(made, setup, len(session.fed) - tokens.prompt_new)),
-        (kv_bytes.full, full * config.kv_heads * (2 * config.head_dim * 4 + 4)),
-    ]
+    held = held_after(made, setup, len(session.fed) - tokens.prompt_new)
+    whole = full * config.kv_heads * (2 * config.head_dim * 4 + 4)
+    return (
+        (kv_bytes.peak_prefill, kv_bytes.allocated, kv_bytes.held, kv_bytes.full),
+        (peak(made, setup).reading, allocated(made, setup), held, whole),
+    )
 
 
 def config_of(session: ChatSession) -> ModelConfig:
@@ -231,7 +209,7 @@ def test_the_planned_bytes_are_those_of_a_real_run(which: str, case: str) -> Non
     policy, decode, *stride = case.split("/")
     for budget in ("72", "600"):  # below the prompt, and above it
         choice = EvictionConfig.read(policy, decode, budget, stride=int(*stride))  # or 0
-        measured, planned = zip(*measured_and_planned(session, choice, MILL * 4), strict=True)
+        measured, planned = measured_and_planned(session, choice, MILL * 4)
         if which == "sliding":  # rows slide out of a window one by one: a bound
             assert measured[2] <= planned[2] <= 1.05 * measured[2]
             measured, planned = measured[:2] + measured[3:], planned[:2] + planned[3:]
@@ -303,9 +281,10 @@ def test_a_context_without_room_for_a_second_pass_is_told_as_such() -> None:
 @pytest.mark.parametrize("budget", ["30%", "300KiB"])
 def test_a_budget_of_bytes_or_percent_becomes_rows_as_in_a_run(budget: str) -> None:
     choice = EvictionConfig.read("adakv", "roco", budget)
-    pairs = measured_and_planned(chat_of("bundled"), choice, "The mill is run by Ada. " * 40)
-    assert [planned for _, planned in pairs] == [measured for measured, _ in pairs]
-    assert pairs[2][0] < pairs[3][0]  # it did evict
+    text = "The mill is run by Ada. " * 40
+    measured, planned = measured_and_planned(chat_of("bundled"), choice, text)
+    assert planned == measured
+    assert measured[2] < measured[3]  # it did evict
 
 
 # -- the command ----------------------------------------------------------------------------
@@ -326,6 +305,9 @@ def test_the_screen_has_what_the_json_has() -> None:
     for line in ("2.46 M parameters", "9.4 MiB in float32", "8,192 positions, enough for 2,000"):
         assert line in text
     assert "roco --stride 32" in text
+    for tokens, width in product(("2000", ""), (40, 80, 200)):
+        text = in_columns(run(None, tokens, budget="512"), width)
+        assert max(map(len, text.splitlines())) <= width
 
 
 def test_the_tier_is_that_of_a_real_chat_and_a_later_question_reads_it() -> None:
@@ -417,23 +399,18 @@ def test_without_tokens_the_plan_is_for_several_lengths(llama: str, tmp_path: Pa
         assert made[-1]["suffices"] is True
 
 
-INT8, INT4 = "--weights int8", "--weights int4"
-
-
-@pytest.mark.parametrize(
-    ("memory", "tokens", "device", "flags", "kept"),
-    [
-        ("80GiB", "16k", "cpu", "", "all of it fits: nothing is evicted"),
-        ("16GiB", "16k", "cpu", "", "2,200 tokens per head fit: 13% of what is read"),
-        ("12GiB", "16k", "cpu", INT8, "10,000 tokens per head fit: 62% of what is read"),
-        ("8GiB", "100k", "cpu", INT4, "3,400 tokens per head fit: 3% of what is read"),
-        ("6.3GiB", "100k", "cpu", f"{INT4}+head --policy roco --stride 32", "of what is read"),
-        ("12GiB", "4k", "cuda", INT8, "nothing is evicted"),
-        ("8GiB", "4k", "cuda", INT4, ""),
-    ],
-)
+@table("""
+    memory | tokens | device | kept                                            | flags
+    80GiB  | 16k    | cpu    | all of it fits: nothing is evicted              |
+    16GiB  | 16k    | cpu    | 2,200 tokens per head fit: 13% of what is read  |
+    12GiB  | 16k    | cpu    | 10,000 tokens per head fit: 62% of what is read | --weights int8
+    8GiB   | 100k   | cpu    | 3,400 tokens per head fit: 3% of what is read   | --weights int4
+    6.3GiB | 100k   | cpu    | of what is read | --weights int4+head --policy roco --stride 32
+    12GiB  | 4k     | cuda   | nothing is evicted                              | --weights int8
+    8GiB   | 4k     | cuda   |                                                 | --weights int4
+""")
 def test_what_is_suggested_fits(
-    llama: str, memory: str, tokens: str, device: str, flags: str, kept: str
+    llama: str, memory: str, tokens: str, device: str, kept: str, flags: str
 ) -> None:
     settings = {"memory": memory, "device": device}
     made = record(llama, tokens, **settings)
@@ -471,13 +448,6 @@ def test_what_cannot_be_helped_is_said(llama: str, tmp_path: Path) -> None:
     assert f"-m '{folder}' " in words(str(folder), "4k", memory="80GiB")
 
 
-@pytest.mark.parametrize("tokens", ["2000", ""])
-def test_every_width(tokens: str) -> None:
-    text = run(None, tokens, budget="512")
-    for width in (40, 80, 200):
-        assert max(map(len, in_columns(text, width).splitlines())) <= width
-
-
 def test_policies_decode_and_options_are_the_users() -> None:
     def rows(**given: Any) -> Any:
         return record(None, "2000", **given)["rows"]
@@ -492,6 +462,9 @@ def test_policies_decode_and_options_are_the_users() -> None:
     assert wide["writing"] > 1.1 * rows(decode="none", max_tokens=1, **ada)[0]["writing"]
 
 
+DTYPES = "auto, float32, bfloat16, float16"
+
+
 @pytest.mark.parametrize(
     ("tokens", "given", "message"),
     [
@@ -500,11 +473,7 @@ def test_policies_decode_and_options_are_the_users() -> None:
         ("5", {"policy": "adakb"}, "unknown policy 'adakb'"),
         ("5", {"policy": "adakv", "stride": 32}, "cannot read a prompt in blocks"),
         ("5", {"budget": "lots"}, "the budget cannot be"),
-        (
-            "5",
-            {"dtype": "int3"},
-            "`dtype` must be one of auto, float32, bfloat16, float16, got 'int3'",
-        ),
+        ("5", {"dtype": "int3"}, f"`dtype` must be one of {DTYPES}, got 'int3'"),
         ("5", {"device": "tpu"}, "unknown device 'tpu'"),
         ("5", {"device": "cuda:99"}, "no CUDA device for 'cuda:99'"),
         ("5", {"memory": "512"}, "'512' is not a size"),
@@ -523,44 +492,43 @@ def test_numbers_of_tokens() -> None:
 
 
 # -- where the configuration comes from -----------------------------------------------------
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A hub with an empty cache. `names` are the files of every repository; `answer` is the path of
-    what is downloaded."""
-    made = SimpleNamespace(cached=None, answer=None, asked=[], names=["config.json"])
+def test_only_the_configuration_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a hub with an empty cache; a cached one needs no network, and some repositories have
+    none."""
+    cached, names, asked = "", ["config.json"], list[tuple[str, str, str | None]]()
 
     def info(repo: str, revision: str | None = None) -> SimpleNamespace:
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in made.names])
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     def download(repo: str, name: str, revision: str | None = None) -> str:
-        made.asked.append((repo, name, revision))
-        return str(made.answer)
+        asked.append((repo, name, revision))
+        return str(BUNDLED / "config.json")
 
     for name, act in {
         "HfApi": lambda: SimpleNamespace(model_info=info),
         "hf_hub_download": download,
-        "try_to_load_from_cache": lambda repo, name, revision=None: made.cached,
+        "try_to_load_from_cache": lambda repo, name, revision=None: cached or None,
     }.items():
         monkeypatch.setattr(huggingface_hub, name, act)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
+    refused("offline", run, "owner/model", "1000", offline=True, error=ModelUnavailable)
+    cached = str(BUNDLED / "config.json")
+    assert "owner/model" in run("owner/model", "1000", offline=True)
+    assert asked == []
+    cached = ""
+    assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
+    assert asked == [("owner/model", "config.json", "abc")]
+    for there, message in (
         (["README.md", "model.Q4_K_M.gguf"], "in 1 GGUF files, such as 'model.Q4_K_M.gguf'"),
         (["README.md"], "has no config.json"),
         ([], "has no config.json"),
-    ],
-    ids=str,
-)
-def test_no_configuration_in_a_repository(
-    hub: SimpleNamespace, names: list[str], message: str
-) -> None:
-    hub.names = names
-    error = refused(message, run, "owner/model", "1000", error=ModelError)
-    assert (error.exit_code, hub.asked) == (3, [])
+    ):
+        names[:] = there
+        error = refused(message, run, "owner/model", "1000", error=ModelError)
+        assert error.exit_code == 3
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    refused("offline", run, "owner/model", "1000", error=ModelUnavailable)
+    assert len(asked) == 1
 
 
 def test_without_a_network_there_is_one_line(
@@ -576,22 +544,6 @@ def test_without_a_network_there_is_one_line(
     first, *rest = (done.stderr + "".join(capfd.readouterr())).splitlines()
     assert first.startswith("error: owner/no-such-model-here: ")
     assert [line for line in rest if not line.startswith("  check the network")] == []
-
-
-def test_only_the_configuration_is_fetched(
-    hub: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cached one needs no network."""
-    refused("offline", run, "owner/model", "1000", offline=True, error=ModelUnavailable)
-    hub.cached = str(BUNDLED / "config.json")
-    assert "owner/model" in run("owner/model", "1000", offline=True)
-    assert hub.asked == []
-    hub.cached, hub.answer = None, BUNDLED / "config.json"
-    assert "2.46 M parameters" in run("owner/model", "1000", revision="abc")
-    assert hub.asked == [("owner/model", "config.json", "abc")]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    refused("offline", run, "owner/model", "1000", error=ModelUnavailable)
-    assert len(hub.asked) == 1
 
 
 def test_the_number_format_is_the_checkpoints(tmp_path: Path) -> None:

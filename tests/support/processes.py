@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 
 def python(
     *words: str,
@@ -22,3 +24,11 @@ def python(
     return subprocess.run(
         [sys.executable, *words], capture_output=True, text=True, timeout=240, **given
     )
+
+
+def scripted(script: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """From now on a child of ours runs this shell script instead of Python."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    patch.setattr(sys, "executable", str(path))

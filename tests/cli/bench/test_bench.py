@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import table
 from typed import fails, invoke
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -90,14 +91,11 @@ def test_rows_of_steps(seen: list[float], monkeypatch: pytest.MonkeyPatch) -> No
         assert row["tok_s"] == 1 / row["seconds"]
 
 
-def test_rows_of_prompts() -> None:
+def test_rows_of_prompts_and_of_int8_weights_and_cache() -> None:
     full, evicting = measured(question="prefill", policy="streaming", length="600")["rows"]
     assert full["tok_s"] == pytest.approx(600 / full["seconds"])
     assert evicting["kv_bytes"]["kept_mean"] == 64
     assert full["floor_s"] is full["captured"] is None
-
-
-def test_int8_weights_and_cache_are_bytes_less() -> None:
     if lacks("int8"):
         pytest.skip("no int8 kernel here")
     plain, small = (measured("full", "int8", form)["rows"][0] for form in ("auto", "int8"))
@@ -151,9 +149,7 @@ def test_random_weights_are_finite_and_no_heads_are_alike(monkeypatch: pytest.Mo
     assert torch.equal(flat[:97], flat[97:194])
     assert torch.equal(flat[: len(flat) % 97], flat[-(len(flat) % 97) :])
     assert bool((flat != 0).any())
-
-
-def test_step_bytes_leave_the_input_embedding_out_unless_it_is_the_head() -> None:
+    # The bytes of a step leave the input embedding out unless it is the head.
     net = networks.network(networks.Spec(TINY))
     assert net.weight_bytes == 2 * TINY.parameters
     assert networks.step_bytes(net) == 2 * (TINY.parameters - TINY.vocab * TINY.hidden)
@@ -200,44 +196,40 @@ FLAGS = ("--shape", "tiny", "--budget", "64", "--repeat", "1")
 bench = partial(invoke, "bench")
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("kernels", "'kernels'"),
-        ("decode --shape lama-3-8b", "did you mean llama-3-8b?"),
-        ("decode --policy snapkw", "snapkw"),
-        ("decode --policy ,", "--policy names nothing"),
-        ("decode --decode snapkv", "snapkv"),
-        ("decode -o depth=16", "has an option"),
-        ("prefill --length 63", "--length must be 64 to"),
-        ("prefill --length long", "number of tokens"),
-        ("decode --length 0", "for example --length 8192"),
-        ("decode --budget many", "budget"),
-        ("decode --repeat 0", "--repeat must be 1 to"),
-        ("decode --steps -3", "--steps must be 0 to"),
-        ("decode --threads 4000", "--threads must be 1 to"),
-        ("decode --device tpu", "unknown device"),
-        ("decode --device cuda:99", "no CUDA device"),
-        ("decode --kv int4", "--kv"),
-        ("prefill --kernels triton --device cpu", "CUDA"),
-        ("decode --json /nowhere/x.json", "there is no directory"),
-        ("decode --json /", "is a directory"),
-        ("decode --weights int3 --shape tiny", "int3"),
-        ("decode --shape tiny --budget 2 --no-peer", "smallest useful budget"),
-    ],
-)
+@table("""
+    flags                                            | says
+    kernels                                          | 'kernels'
+    decode --shape lama-3-8b                         | did you mean llama-3-8b?
+    decode --policy snapkw                           | snapkw
+    decode --policy ,                                | --policy names nothing
+    decode --decode snapkv                           | snapkv
+    decode -o depth=16                               | has an option
+    prefill --length 63                              | --length must be 64 to
+    prefill --length long                            | number of tokens
+    decode --length 0                                | for example --length 8192
+    decode --budget many                             | budget
+    decode --repeat 0                                | --repeat must be 1 to
+    decode --steps -3                                | --steps must be 0 to
+    decode --threads 4000                            | --threads must be 1 to
+    decode --device tpu                              | unknown device
+    decode --device cuda:99                          | no CUDA device
+    decode --kv int4                                 | --kv
+    prefill --kernels triton --device cpu            | CUDA
+    decode --json /nowhere/x.json                    | there is no directory
+    decode --json /                                  | is a directory
+    decode --weights int3 --shape tiny               | int3
+    decode --shape tiny --budget 2 --no-peer         | smallest useful budget
+""")
 def test_bad_input_is_one_line_and_exit_code_2(flags: str, says: str) -> None:
     fails(bench(*flags.split()), 2, says)
 
 
-def test_json_alone_means_stdout() -> None:
+def test_all_is_steps_and_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The tables have at most 80 columns, and the file has what they show; --json alone means
+    stdout."""
     assert _resume_alone(["bench", "decode", "--json"]) == ["bench", "decode", "--json=-"]
     named = ["bench", "decode", "--json", "out.json"]
     assert _resume_alone(named) == named
-
-
-def test_all_is_steps_and_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The tables have at most 80 columns, and the file has what they show."""
     monkeypatch.setitem(networks.SHAPES, "s", networks.find("tiny"))  # type: ignore[index]
     path = tmp_path / "all.json"
     flags = ("--length", "64,80,64", "--steps", "2", "--no-peer", "--device", "cpu")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import typed
+from processes import scripted
 from refusals import refused
+from tables import table
 from typed import context, fake_chat
 
 import minikv
@@ -56,7 +57,9 @@ def test_add_says_what_it_read_in_order(run: Run, session: ChatSession, tmp_path
     assert pending == [("b.txt", "some text"), ("a b.md", "héé")]
 
 
-def test_two_documents_of_one_name_differ(run: Run, session: ChatSession, tmp_path: Path) -> None:
+def test_two_documents_of_one_name_differ_and_a_file_named_twice_is_read_once(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
     run("add", file(tmp_path, "r.txt", b"one"))
     list(session.ask("q", 3))
     run("add", file(tmp_path / "x", "r.txt", b"two"), file(tmp_path / "y", "r.txt", b"three"))
@@ -65,9 +68,7 @@ def test_two_documents_of_one_name_differ(run: Run, session: ChatSession, tmp_pa
     list(session.ask("q", 3))
     assert "Document: r.txt (2)\n\ntwo" in session.messages[-2].content
     assert "two" not in session.messages[0].content
-
-
-def test_a_file_named_twice_is_read_once(run: Run, session: ChatSession, tmp_path: Path) -> None:
+    session.reset()
     here = "r.txt is here already: it is read once\n"
     name, other = file(tmp_path, "r.txt", b"one"), file(tmp_path / "x", "r.txt", b"one")
     assert run("add", name, name).startswith(here)
@@ -96,10 +97,7 @@ def test_a_directory_is_a_line_a_file(run: Run, session: ChatSession, tmp_path: 
 def test_ctrl_c_stops_a_parser_and_not_the_chat(
     run: Run, session: ChatSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parser = tmp_path / "python"
-    parser.write_text(f"#!/bin/sh\nkill -INT {os.getpid()}\nsleep 60\n")
-    parser.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(parser))
+    scripted(f"kill -INT {os.getpid()}\nsleep 60", tmp_path, monkeypatch)
     before = signal.getsignal(signal.SIGINT)
     page = file(tmp_path, "x.html")
     stopped = refused("stopped reading", run, "add", page, error=Interrupted)
@@ -112,8 +110,7 @@ def test_ctrl_c_ends_the_wait_for_a_pipe_that_nobody_writes_to(run: Run, tmp_pat
     os.mkfifo(tmp_path / "pipe")
     timer = threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT])
     timer.start()
-    with pytest.raises(Interrupted, match="stopped reading"):
-        run("add", str(tmp_path / "pipe"))
+    refused("stopped reading", run, "add", str(tmp_path / "pipe"), error=Interrupted)
     timer.join(60)
 
 
@@ -137,7 +134,9 @@ def test_docs_lists_what_was_read_and_what_waits(
     assert "a]0;b[bold] · 4 characters" in run("docs")
 
 
-def test_drop_of_a_waiting_document(run: Run, session: ChatSession, tmp_path: Path) -> None:
+def test_drop_of_a_waiting_and_of_a_read_document(
+    run: Run, session: ChatSession, tmp_path: Path
+) -> None:
     run("add", file(tmp_path, "a.txt"))
     list(session.ask("q", 3))
     run("add", file(tmp_path, "b.txt"), file(tmp_path, "c.txt"))
@@ -146,9 +145,8 @@ def test_drop_of_a_waiting_document(run: Run, session: ChatSession, tmp_path: Pa
     run("drop", "c.txt")
     assert session.pending == []
     assert (session.turn, len(session.documents)) == (1, 1)  # the conversation goes on
-
-
-def test_drop_of_a_read_document(run: Run, session: ChatSession, tmp_path: Path) -> None:
+    # One that was read begins a new conversation.
+    session.reset()
     run("add", file(tmp_path, "a.txt", b"AAA"), file(tmp_path, "b.txt", b"BBB"))
     list(session.ask("q", 3))
     run("add", file(tmp_path, "c.txt", b"CCC"))
@@ -169,19 +167,16 @@ def test_drop_of_a_read_document(run: Run, session: ChatSession, tmp_path: Path)
     assert "new conversation with no other document\n" in run("drop", "1")
 
 
-@pytest.mark.parametrize(
-    ("words", "message", "hint"),
-    [
-        ("", "takes a number", "/drop 2"),
-        ("a.txt b.txt", "takes a number", "/drop 2"),
-        ("3", "no document '3'", "/docs"),
-        ("0", "no document '0'", "/docs"),
-        ("9" * 5000, "no document", "/docs"),
-        ("a.text", "no document 'a.text'", "did you mean a.txt?"),
-        ("²", "no document", "/docs"),
-    ],
-    ids=lambda text: text[:30],
-)
+@table(f"""
+    words       | message              | hint
+                | takes a number       | /drop 2
+    a.txt b.txt | takes a number       | /drop 2
+    3           | no document '3'      | /docs
+    0           | no document '0'      | /docs
+    a.text      | no document 'a.text' | did you mean a.txt?
+    ²           | no document          | /docs
+    {"9" * 5000} | no document          | /docs
+""")
 def test_drop_refuses_what_it_cannot_find(
     run: Run, session: ChatSession, words: str, message: str, hint: str
 ) -> None:
@@ -198,10 +193,6 @@ def bundled() -> ChatSession:
     return minikv.load(device="cpu", budget=64)
 
 
-def tokens(session: ChatSession) -> str:
-    return typed.run(commands.COMMANDS, context(session), "tokens")
-
-
 def test_tokens_adds_up_to_the_context() -> None:
     session = fake_chat()
     assert sum(n for name, n, _ in usage(session)) == 4096
@@ -215,46 +206,34 @@ def test_tokens_adds_up_to_the_context() -> None:
     rows = {name: count for name, count, _ in usage(session)}
     assert rows.pop("waiting: c.txt") == len("Not yet read.")
     assert sum(rows.values()) == 4096
-    assert rows["system prompt"] == 9
-    assert rows["document 1: a.txt"] == len("A first text.")
-    assert rows["document 2: piped text"] == len("A second text.")
-    assert rows["questions"] == len("What is it?") + len("And then?")
+    told = {"system prompt": 9, "document 1: a.txt": 13, "document 2: piped text": 14}
+    told |= {"questions": len("What is it?" + "And then?"), "room left": session.room}
+    assert rows.items() >= told.items()
     assert rows["answers"] + rows["the last token, not read yet"] == 10
-    assert rows["room left"] == session.room
     frees = {name: how for name, _, how in usage(session)}
-    assert frees["system prompt"] == '/system "", then /clear'
-    assert (frees["questions"], frees["answers"]) == ("/clear", "/clear")
-    assert (frees["names and turn markers"], frees["room left"]) == ("", "")
-    assert (frees["document 2: piped text"], frees["waiting: c.txt"]) == ("/drop 2", "/drop 3")
+    ways = {"system prompt": '/system "", then /clear', "questions": "/clear", "answers": "/clear"}
+    ways |= {"names and turn markers": "", "room left": ""}
+    ways |= {"document 2: piped text": "/drop 2", "waiting: c.txt": "/drop 3"}
+    assert frees.items() >= ways.items()
     session.system = ""
     session.reset()
     frees = {name: how for name, _, how in usage(session)}
     assert set(frees.values()) == {""}, "nothing is there to be freed"
     session.attach("A first text.", "a.txt")
     "".join(session.ask("What is it?", max_tokens=5))
-    text = tokens(session)
+    text = typed.run(commands.COMMANDS, context(session), "tokens")
     assert "/drop 1" in text
     assert f"{len(session.fed):,} tokens read of 4,096 positions" in text
 
 
-def test_tokens_of_a_real_tokenizer_adds_up_too(bundled: ChatSession) -> None:
-    bundled.reset()
-    bundled.attach("The mill on the river is run by Ada. " * 9, "mill\x1b[2J.txt")
-    "".join(bundled.ask("Who runs the mill?", max_tokens=5))
-    rows = usage(bundled)
-    assert all(count >= 0 for _, count, _ in rows)
-    assert sum(count for _, count, _ in rows) == bundled.max_context
-    assert "\x1b" not in tokens(bundled)
-
-
 @pytest.mark.parametrize(
-    ("names", "most"), [(("mill.txt", None), 5), (("a.txt", "b.txt"), 1), ((None,), 60)]
+    ("names", "most"), [(("mill\x1b[2J.txt", None), 5), (("a.txt", "b.txt"), 1), ((None,), 60)]
 )
 def test_tokens_docs_and_kept_count_alike(
     names: tuple[str | None, ...], most: int, bundled: ChatSession
 ) -> None:
-    """Every document, and all that was read, with a tokenizer that joins letters; the text of one
-    document is also in the system prompt and in another one."""
+    """Every document, all that was read and the whole context, with a tokenizer that joins letters;
+    the text of one document is also in the system prompt and in another one."""
     session = bundled
     session.system = "Say who runs it."
     session.reset()
@@ -270,8 +249,11 @@ def test_tokens_docs_and_kept_count_alike(
         assert [row[1] for row in rows if row[0].startswith(f"document {n}: ")] == [count]
         assert f" {count:,} token" in listed.splitlines()[n - 1]
     (waiting,) = [row[1] for row in rows if row[0] == "waiting: later.txt"]
+    assert sum(count for _, count, _ in rows) == session.max_context + waiting
     assert f" {waiting} tokens" in listed.splitlines()[-1]
     elsewhere = ("waiting", "room left", "the last token")
     read = sum(count for name, count, _ in rows if not name.startswith(elsewhere))
     assert read == facts.held.shape[2] == len(session.fed)
+    assert all(count >= 0 for _, count, _ in rows)
+    assert "\x1b" not in typed.run(commands.COMMANDS, context(session), "tokens")
     session.system = ""

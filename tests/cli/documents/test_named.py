@@ -11,14 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 from refusals import refused
+from tables import table
 from terminals import Terminals
 
 from minikv.cli.documents import named as sources
 from minikv.cli.documents import text as documents
 from minikv.cli.documents.named import piped_lines, read
 from minikv.cli.screen.terminal import Terminal
-
-HERE = Path(__file__).parents[2]
 
 
 def tree(root: Path, *names: str, data: bytes = b"") -> Path:
@@ -85,20 +84,18 @@ def test_what_is_special_is_skipped_and_hostile_names_are_one_clean_line(tmp_pat
     refused("no\\*", read, ["\x1bno*"], Terminal())
 
 
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("*.txt", "a.txt b.txt"),
-        ("?.md", "c.md"),
-        ("[ab].txt", "a.txt b.txt"),
-        ("*/*.txt", "sub/d.txt"),
-        ("**", "a.txt b.txt c.md sub/d.txt sub/deep/e.txt"),
-        ("**/*.txt", "a.txt b.txt sub/d.txt sub/deep/e.txt"),
-        ("sub/**/*.txt", "d.txt deep/e.txt"),
-        ("**/deep/*", "sub/deep/e.txt"),
-        (".h*", ".hidden.txt"),
-    ],
-)
+@table("""
+    pattern      | expected
+    *.txt        | a.txt b.txt
+    ?.md         | c.md
+    [ab].txt     | a.txt b.txt
+    */*.txt      | sub/d.txt
+    **           | a.txt b.txt c.md sub/d.txt sub/deep/e.txt
+    **/*.txt     | a.txt b.txt sub/d.txt sub/deep/e.txt
+    sub/**/*.txt | d.txt deep/e.txt
+    **/deep/*    | sub/deep/e.txt
+    .h*          | .hidden.txt
+""")
 def test_patterns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str, expected: str
 ) -> None:
@@ -144,7 +141,7 @@ def test_what_means_nothing_is_one_line(
     assert caught.hint.startswith(hint)
 
 
-def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_or_too_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_FILES", 3)
     monkeypatch.setattr(sources, "MAX_LOOKED", 5)
     monkeypatch.setattr(sources, "LISTED", 2)
@@ -155,21 +152,19 @@ def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         tree(tmp_path, *more)
         for named in (tmp_path, tmp_path / "*", tmp_path / "**"):
             refused(f"means more than {most} files", names, named)
-
-
-def test_the_size_limit_of_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A limit on their size.
     for module in (documents, sources):
         monkeypatch.setattr(module, "MAX_BYTES", 100)
-    tree(tmp_path, "1", "2", data=b"x" * 50)
-    tree(tmp_path, "large", data=b"x" * 101)
-    _, notes = read([str(tmp_path)], Terminal())
+    folder = tree(tmp_path / "sized", "1", "2", data=b"x" * 50)
+    tree(folder, "large", data=b"x" * 101)
+    _, notes = read([str(folder)], Terminal())
     assert notes[0].endswith("skipped 1 too large (large)")
-    tree(tmp_path, "3")
-    refused("is larger than", names, tmp_path)
+    tree(folder, "3")
+    refused("is larger than", names, folder)
 
 
 def test_a_chat_reads_a_piped_document_and_talks_on_the_terminal() -> None:
-    main = HERE / "support" / "fake_main.py"
+    main = Path(__file__).parents[2] / "support/fake_main.py"
     chat = [sys.executable, str(main), "0", "chat", "-", "--no-save"]
     command = ["sh", "-c", 'echo "piped text" | "$@"', "sh", *chat]
     with closing(Terminals(command, {"TERM": "dumb", "COLUMNS": "100"})) as terminal:

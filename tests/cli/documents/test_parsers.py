@@ -9,13 +9,14 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pypdf
 import pytest
+from processes import scripted
 from refusals import refused
 
 from minikv.cli.documents import child, parsers
@@ -99,12 +100,19 @@ def encrypted(user: str) -> bytes:
     return out.getvalue()
 
 
-def pages_of(data: bytes) -> list[str]:
-    """What our child makes of a file, in this process; its reason is an error here."""
+def text_of(parse: Callable[..., str], data: bytes) -> str:
+    """What our child makes of a file, in this process. Its reason is an error here, as `serve` and
+    `read_pdf` put it together."""
     written: list[str] = []
-    why = pdf(data, written.append)
-    assert not why, why
-    return "".join(written).split("\f")[:-1]
+    if why := child.attempt(parse, data, written.append):
+        what, _, hint = why.partition(": ")
+        assert hint
+        raise UsageError(f"x.pdf {what}", hint)
+    return "".join(written)
+
+
+def pages_of(data: bytes) -> list[str]:
+    return text_of(pdf, data).split("\f")[:-1]
 
 
 # -- what is read ---------------------------------------------------------------------------
@@ -261,18 +269,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize(("data", "words"), HOSTILE.values(), ids=HOSTILE)
 def test_odd_and_hostile_files_end_in_one_line(data: bytes, words: str) -> None:
-    written: list[str] = []
-
-    def read() -> None:
-        # As `serve` and `read_pdf` put it together, without a process for each.
-        why = child.attempt(pdf, data, written.append)
-        if why:
-            what, _, hint = why.partition(": ")
-            assert hint
-            raise UsageError(f"x.pdf {what}", hint)
-        parsers._judge("".join(written), "x.pdf")
-
-    refused(words, read)
+    refused(words, lambda: parsers._judge(text_of(pdf, data), "x.pdf"))
 
 
 def test_the_child_says_why_and_the_chat_tells_it() -> None:
@@ -280,13 +277,13 @@ def test_the_child_says_why_and_the_chat_tells_it() -> None:
     assert (error.hint, error.exit_code) == ("save a copy without a password first", 2)
 
 
+BROKE = r"printf 'first\nMemoryError \033[31mat\n' >&2; exit 1"
+
+
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        (
-            r"printf 'first\nMemoryError \033[31mat\n' >&2; exit 1",
-            "cannot be read: MemoryError [31mat",
-        ),
+        (BROKE, "cannot be read: MemoryError [31mat"),
         ("kill -XCPU $$", "took more than 120 s"),
         ("kill -SEGV $$", "cannot be read"),
     ],
@@ -294,10 +291,7 @@ def test_the_child_says_why_and_the_chat_tells_it() -> None:
 def test_a_reader_that_dies_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, message: str
 ) -> None:
-    python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\n{script}\n")
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
+    scripted(script, tmp_path, monkeypatch)
     refused(f"^x.pdf {re.escape(message)}\n", read_pdf, document("x"), "x.pdf", limit=LIMIT)
 
 
@@ -323,14 +317,11 @@ def test_what_a_reader_may_take(what: str, said: str, monkeypatch: pytest.Monkey
 # -- the child --------------------------------------------------------------------------------
 def said_by(script: str, folder: Path, patch: pytest.MonkeyPatch, data: bytes, **how: Any) -> str:
     """The text of a document from a script in the place of the parser."""
-    path = folder / "python"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    patch.setattr(sys, "executable", str(path))
+    scripted(script, folder, patch)
     return extract("pdf", data, "x.pdf", **{"limit": LIMIT} | how)
 
 
-def test_a_child_that_hangs_is_killed_with_its_children(
+def test_a_child_is_killed_with_its_children_and_blocks_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = tmp_path / "alive"
@@ -342,11 +333,7 @@ def test_a_child_that_hangs_is_killed_with_its_children(
     began = time.monotonic()
     assert said_by("echo done; sleep 30 &", tmp_path, monkeypatch, b"", timeout=25) == "done\n"
     assert time.monotonic() - began < 20
-
-
-def test_large_input_and_output_do_not_block_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # Large input and output do not block each other.
     data = b"12345678" * (1 << 17)
     given = tmp_path, monkeypatch, data
     assert said_by("cat", *given, limit=len(data)) == data.decode()
@@ -383,14 +370,6 @@ def docx(body: str, before: str = "") -> bytes:
     return out.getvalue()
 
 
-def as_text(data: bytes) -> str:
-    """What the child makes of it, in this process; its reason is an error here."""
-    written: list[str] = []
-    if why := child.attempt(markup, data, written.append):
-        raise UsageError(why)
-    return "".join(written).strip()
-
-
 @pytest.mark.parametrize(
     ("html", "text"),
     [
@@ -410,15 +389,18 @@ def as_text(data: bytes) -> str:
     ],
 )
 def test_the_text_of_a_page(html: str, text: str) -> None:
-    assert as_text(html.encode()) == text
+    assert text_of(markup, html.encode()).strip() == text
 
 
-def test_the_text_of_a_word_file(tmp_path: Path) -> None:
+def test_the_text_of_a_word_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = f"<w:tbl>{cells('k', 'v')}{cells('a', 'b &amp; c')}</w:tbl>"
     gone = "<w:p><w:del><w:r><w:delText>deleted</w:delText></w:r></w:del></w:p>"
     found = read_bytes(docx(paragraph("One") + table + gone + paragraph("Two")), "r.docx")
     assert found.text == "One\n\nk | v\na | b & c\n\nTwo"
     assert found.facts == f"{len(found.text)} characters from a Word file"
+    with monkeypatch.context() as patch:  # without the extra, the line says what to install
+        patch.setitem(sys.modules, "mammoth", None)
+        assert "pip install 'minikv[docx]'" in child.attempt(markup, docx("x"), print)
     # A directory has its pages and Word files.
     (tmp_path / "a.docx").write_bytes(docx(paragraph("one")))
     (tmp_path / "b.html").write_text("<p>two")
@@ -452,30 +434,21 @@ def bomb() -> bytes:
 
 
 NESTED = "".join(f'<!ENTITY {b} "{f"&{a};" * 10}">' for a, b in pairwise("abcdefghi"))
-DAMAGED = "is the file damaged?"
+MANY = f'<!DOCTYPE x [<!ENTITY a "{"a" * 99}">{NESTED}]>'
+OURS = '<!DOCTYPE x [<!ENTITY a SYSTEM "/etc/passwd">]>'
+INSERTED = "<w:ins>" * 5000 + "</w:ins>" * 5000
+DAMAGED, NOTHING = "is the file damaged?", "nothing was added"
 REFUSED = {
     "cut short": (lambda: docx("x")[:-60], "cannot be read (BadZipFile)", DAMAGED),
     "no zip": (lambda: b"hello", "is not a Word file", "is it damaged, or of another kind?"),
     "old": (lambda: b"\xd0\xcf\x11\xe0" + bytes(99), "is an Office file of the old", "save it as"),
     "no XML": (lambda: docx("<w:p>"), "cannot be read (ExpatError)", DAMAGED),
     "zip bomb": (bomb, "unpacks to 300 MiB", "extract its text with another program"),
-    "entities": (
-        lambda: docx(paragraph("&i;"), f'<!DOCTYPE x [<!ENTITY a "{"a" * 99}">{NESTED}]>'),
-        "cannot be read (ExpatError)",
-        DAMAGED,
-    ),
-    "a file of this machine": (
-        lambda: docx(paragraph("&a;"), '<!DOCTYPE x [<!ENTITY a SYSTEM "/etc/passwd">]>'),
-        "has no text",
-        "nothing was added",
-    ),
+    "entities": (lambda: docx(paragraph("&i;"), MANY), "cannot be read (ExpatError)", DAMAGED),
+    "a file of this machine": (lambda: docx(paragraph("&a;"), OURS), "has no text", NOTHING),
     "deep": (lambda: docx("<w:tbl><w:tr><w:tc>" * 3000), "cannot be read", DAMAGED),
-    "nested": (
-        lambda: docx("<w:ins>" * 5000 + "</w:ins>" * 5000),
-        "cannot be read (RecursionError)",
-        DAMAGED,
-    ),
-    "empty": (lambda: docx(""), "has no text", "nothing was added"),
+    "nested": (lambda: docx(INSERTED), "cannot be read (RecursionError)", DAMAGED),
+    "empty": (lambda: docx(""), "has no text", NOTHING),
 }
 
 
@@ -484,8 +457,3 @@ def test_what_is_no_word_file_is_one_line(case: str) -> None:
     make, said, hint = REFUSED[case]
     error = refused(f"^r.docx {re.escape(said)}", read_bytes, make(), "r.docx")
     assert (error.hint.startswith(hint), error.exit_code) == (True, 2)
-
-
-def test_without_the_extra_the_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mammoth", None)
-    assert "pip install 'minikv[docx]'" in child.attempt(markup, docx("x"), print)

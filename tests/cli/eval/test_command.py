@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from refusals import refused
+from tables import table
 from typed import invoke
 from typer.testing import Result
 
@@ -28,11 +29,6 @@ def evaluate(arguments: str, *more: object, code: int = 0) -> Result:
     result = invoke("eval", *arguments.split(), *map(str, more))
     assert result.exit_code == code, result.stderr
     return result
-
-
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
 
 
 def test_a_small_run(tmp_path: Path) -> None:
@@ -60,42 +56,40 @@ def test_a_small_run(tmp_path: Path) -> None:
             assert scores == exact
 
 
-@pytest.mark.usefixtures("no_model")
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ("--tasks facts,nedle", "unknown task 'nedle'"),
-        ("--policy adakv,snapvk", "unknown policy 'snapvk'"),
-        ("--budget 12x", "the budget cannot be"),
-        ("--length none", "cannot read the number of tokens"),
-        ("--length 3", "--length must be 64 to 1,000,000, got 3"),
-        (f"--length {'9' * 5000}", "cannot read the number of tokens"),
-        ("--length 199", "a document of 199 tokens is too short for the task facts"),
-        ("--length 100,1000 --tasks needle,ppl", "100 tokens is too short for the task ppl"),
-        ("--tasks long --length 300", "300 tokens is too short for the task long"),
-        ("--reuse recall,always", "unknown reuse 'always'"),
-        ("--reuse auto", "unknown reuse 'auto'"),
-        ("--reuse ,", "--reuse names nothing"),
-        ("-n 0", "-n must be at least 1"),
-        ("--questions 0", "--questions must be at least 1"),
-        ("-o windov=3", "none of these policies has an option 'windov'"),
-        ("-o window=0", "give from 1 to 4096; the default is 32"),
-        ("--decode ,", "--decode names nothing"),
-        ("--policy snapkv --stride 32", "snapkv cannot read a prompt in blocks"),
-        ("--policy full --decode roco --stride 32", "full cannot read a prompt"),
-        ("--budget 64,20", "budget 20 is too small for adakv with h2o"),
-        ("--tasks answers", "the task answers needs records"),
-        ("LICENSE --tasks answers", "the task answers needs records"),
-        ("--tasks loss", "unknown task 'loss'"),
-        ("--haystack LICENSE --tasks long", "the task long makes its own documents"),
-        ("--needle a|b|c", "--needle needs a text"),
-        ("--haystack LICENSE --needle a|b", "cannot read the needle"),
-        ("--haystack /nowhere/x.txt", "/nowhere/x.txt"),
-        ("--json /nowhere/out.json", "there is no directory"),
-        ("--json /", "is a directory"),
-    ],
-)
-def test_wrong_arguments(arguments: str, says: str) -> None:
+@table(f"""
+    arguments                               | says
+    --tasks facts,nedle                     | unknown task 'nedle'
+    --policy adakv,snapvk                   | unknown policy 'snapvk'
+    --budget 12x                            | the budget cannot be
+    --length none                           | cannot read the number of tokens
+    --length 3                              | --length must be 64 to 1,000,000, got 3
+    --length {"9" * 5000}                   | cannot read the number of tokens
+    --length 199          | a document of 199 tokens is too short for the task facts
+    --length 100,1000 --tasks needle,ppl    | 100 tokens is too short for the task ppl
+    --tasks long --length 300               | 300 tokens is too short for the task long
+    --reuse recall,always                   | unknown reuse 'always'
+    --reuse auto                            | unknown reuse 'auto'
+    --reuse ,                               | --reuse names nothing
+    -n 0                                    | -n must be at least 1
+    --questions 0                           | --questions must be at least 1
+    -o windov=3                             | none of these policies has an option 'windov'
+    -o window=0                             | give from 1 to 4096; the default is 32
+    --decode ,                              | --decode names nothing
+    --policy snapkv --stride 32             | snapkv cannot read a prompt in blocks
+    --policy full --decode roco --stride 32 | full cannot read a prompt
+    --budget 64,20                          | budget 20 is too small for adakv with h2o
+    --tasks answers                         | the task answers needs records
+    LICENSE --tasks answers                 | the task answers needs records
+    --tasks loss                            | unknown task 'loss'
+    --haystack LICENSE --tasks long         | the task long makes its own documents
+    --needle a|b|c                          | --needle needs a text
+    --haystack LICENSE --needle a|b         | cannot read the needle
+    --haystack /nowhere/x.txt               | /nowhere/x.txt
+    --json /nowhere/out.json                | there is no directory
+    --json /                                | is a directory
+""")
+def test_wrong_arguments(arguments: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "build", lambda _: pytest.fail("a model was loaded"))
     said = evaluate(arguments, code=2).stderr
     assert (says in said, len(said.splitlines()) <= 3) == (True, True), said
 
@@ -236,15 +230,14 @@ def test_a_record_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_every_policy_with_every_decode_policy() -> None:
     wanted = choices("adakv,full,snapkv", "64,20%", "none,roco")
     pairs = "adakv/none adakv/roco full/roco snapkv/none snapkv/roco".split()
-    found = [(f"{c.policy}/{c.decode}", str(c.budget)) for c in wanted[1:]]
-    assert found == [*product(pairs, ("64", "20%"))]
+    both = [(f"{c.policy}/{c.decode}", str(c.budget)) for c in wanted[1:]]
+    assert both == [*product(pairs, ("64", "20%"))]
     for plain in ("auto", "none"):
         assert len(choices("full", "64", plain)) == 1
     assert len(choices("full,roco", "64", "auto", 0, 32)) == 2
     strided = choices("roco,tova", "64", "auto", 0, 32)[1:]
-    assert [(c.policy, c.decode, c.stride) for c in strided] == [
-        (p, p, 32) for p in ("roco", "tova")
-    ]
+    found = [f"{c.policy}/{c.decode}/{c.stride}" for c in strided]
+    assert found == ["roco/roco/32", "tova/tova/32"]
     wrong: dict[str, Any] = {"stride": 32, "options": {"windov": 3}}
     refused(r"^roco has no option 'windov'", EvictionConfig.read, "roco", **wrong)
     few = choices("snapkv,l2", "64", "none", 0, 0, {"window": "16"})
@@ -328,6 +321,13 @@ def test_every_reuse_beside_the_full_cache() -> None:
     assert by["recall"].by_group[0] == by["once"].by_group[0]
     assert (chat.reuse, chat.recall.kind) == before
     assert not chat.recall.nbytes
+    # Without questions nothing is measured twice.
+    one = command.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
+    one.measure(never)
+    found = [[c.task, c.policy, c.reuse] for c in one.cells()]
+    asked = "facts full once, facts adakv recall, facts adakv once"
+    told = f"{asked}, ppl full once, ppl adakv recall"
+    assert found == [line.split() for line in told.split(", ")]
 
 
 def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
@@ -343,16 +343,6 @@ def test_a_tier_whose_prompt_was_read_for_another_policy_is_the_same() -> None:
         alone = minikv.load(policy="adakv", budget=budget, reuse="recall", tier="ram")
         assert passes.answers(alone, item) == made[number][0]
     assert made[3] != made[1], "recall and once answer alike: the test sees nothing"
-
-
-def test_without_questions_nothing_is_measured_twice() -> None:
-    chat = minikv.load(policy="full")
-    wanted = [*full(), EvictionConfig.read("adakv", budget="48")]
-    one = command.Run(chat, ["facts", "ppl"], [CHAT], wanted, ["recall", "once"])
-    one.measure(never)
-    cells = [f"{c.task} {c.policy} {c.reuse}" for c in one.cells()]
-    facts = ["facts full once", "facts adakv recall", "facts adakv once"]
-    assert cells == [*facts, "ppl full once", "ppl adakv recall"]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_measured() -> None:

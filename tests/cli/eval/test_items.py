@@ -62,13 +62,11 @@ def test_a_wrong_record_is_named_by_its_line(tmp_path: Path, line: str, says: st
     [(b"", "is empty"), (b"\n \n", "is empty"), (b"\xff{}", "cannot read"), (b"\0", "not JSON")],
 )
 def test_a_file_that_has_no_records(tmp_path: Path, data: bytes, says: str) -> None:
+    """Only regular files are read: a device would be until there is no memory, and a pipe waited
+    for without end."""
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
     refused(says, list, read_items(path))
-
-
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
-    """A device would be read until there is no memory, a pipe waited for without end."""
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/zero"), tmp_path / "pipe", tmp_path):
         refused("not a regular file", list, read_items(path))

@@ -68,12 +68,6 @@ def test_the_bundled_model_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert all(trained + told)
 
 
-def place(item: Item) -> tuple[float, int]:
-    """A needle's depth and length."""
-    depth, length = item.groups
-    return int(depth[3:-1]) / 100, int(length[3:].replace(",", ""))
-
-
 MAT = tasks.given_fact("The key is under the mat. | Where is the key? | under the mat")
 TEXT = " ".join(f"Sentence {i} of this text says little about item {i}." for i in range(900))
 
@@ -84,10 +78,11 @@ def test_needles_lie_where_they_should(hay: tasks.Haystack | None) -> None:
     items = list(tasks.needle(Bytes(), [2000, 4000], 2, 5, how=TOLD, hay=hay))
     assert len(items) == len({item.document for item in items}) == 2 * len(DEPTHS) * 2
     for item in items:
-        depth, length = place(item)
-        assert abs(len(item.document) - length) < 160
+        depth, length = item.groups
+        assert abs(len(item.document) - int(length[3:].replace(",", ""))) < 160
         answer = item.right[0][0]
-        assert abs(item.document.index(answer) / len(item.document) - depth) < 0.12
+        at = item.document.index(answer) / len(item.document)
+        assert abs(at - int(depth[3:-1]) / 100) < 0.12
         assert item.document.count(answer) == 1 or len(answer) < 4
         assert hay is None or item.questions[0].startswith("Where is the key?")
     # 1000 apart in length, and one apart in number, were the same once.
@@ -180,7 +175,5 @@ def test_facts_are_between_sentences_and_every_one_is_asked_apart() -> None:
     assert {i.groups for i in one} == {("code",), ("word",), ("name",), ("place",)}
     assert {len(i.questions) for i in one} == {1}
 
-
-@pytest.mark.parametrize("text", ["", "a | b", "a | b |", "a | b | c | d"])
-def test_a_needle_has_three_parts(text: str) -> None:
-    refused("cannot read the needle", tasks.given_fact, text)
+    for text in ("", "a | b", "a | b |", "a | b | c | d"):  # a needle has three parts
+        refused("cannot read the needle", tasks.given_fact, text)

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
 from refusals import refused
+from tables import table
 from test_hub import cache
 from typed import fails, invoke
 
@@ -56,7 +58,7 @@ def test_a_line_is_changed_and_the_others_stay(
         assert file.read_text() == (before if text is None else text)
 
 
-def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
+def test_set_makes_the_file_and_says_what_it_wrote(file: Path, tmp_path: Path) -> None:
     done = invoke("config", "set", "max-tokens", "99")
     assert file.read_text() == done.stdout == "max_tokens = 99\n"
     assert file.stat().st_mode & 0o777 == 0o600
@@ -65,13 +67,11 @@ def test_set_makes_the_file_and_says_what_it_wrote(file: Path) -> None:
     invoke("config", "set", "quiet", "yes")
     values = dict(load().values)
     assert values == {"max_tokens": 99, "stop": ("\n", "Q:"), "quiet": True}
-
-
-def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) -> None:
+    # A link stays a link, and permissions stay.
+    file.unlink()
     real = tmp_path / "dotfiles.toml"
     real.write_text("# mine\n")
     real.chmod(0o644)
-    file.parent.mkdir()
     file.symlink_to(real)
     invoke("config", "set", "seed", "3")
     assert file.is_symlink()
@@ -80,31 +80,27 @@ def test_a_link_stays_a_link_and_permissions_stay(file: Path, tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == ["dotfiles.toml", "new"]
 
 
-@pytest.mark.parametrize(
-    ("text", "words", "message"),
-    [
-        (None, "set tempratre 1", "no key 'tempratre'\n  did you mean temperature?"),
-        (None, "set system be brief", "system takes one value, got 'be brief'\n  put"),
-        (None, "set aliases.bundled a/b", "bundled cannot be an alias of a/b"),
-        (None, "set aliases.x ", "x cannot be an alias of nothing"),
-        (None, "set aliases.x a b", "x cannot be an alias of a b"),
-        (None, "set aliases.a/b a/b", "a/b cannot be an alias of a/b"),
-        (None, "unset seed", "seed is not set in"),
-        (None, "unset aliases.x", "aliases.x is not set in"),
-        ("[aliases]\nx = 'p'\n", "unset aliases", "aliases is not set in"),
-        ("a = = 1\n", "set seed 3", "is not valid TOML"),
-        ("aliases = 3\n", "set aliases.a b", "aliases is not a table\n  edit it by hand"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_writes_nothing(
-    file: Path, text: str | None, words: str, message: str
-) -> None:
-    if text is not None:
+@table("""
+    words                   | message                                            | text
+    set tempratre 1         | no key 'tempratre'\\n  did you mean temperature?   |
+    set system be brief     | system takes one value, got 'be brief'\\n  put     |
+    set aliases.bundled a/b | bundled cannot be an alias of a/b                  |
+    set aliases.x ''        | x cannot be an alias of nothing                    |
+    set aliases.x a b       | x cannot be an alias of a b                        |
+    set aliases.a/b a/b     | a/b cannot be an alias of a/b                      |
+    unset seed              | seed is not set in                                 |
+    unset aliases.x         | aliases.x is not set in                            |
+    unset aliases           | aliases is not set in                         | [aliases]\\nx = 'p'\\n
+    set seed 3              | is not valid TOML                                  | a = = 1\\n
+    set aliases.a b         | aliases is not a table\\n  edit it by hand         | aliases = 3\\n
+""")
+def test_what_is_refused_writes_nothing(file: Path, text: str, words: str, message: str) -> None:
+    if text:
         file.parent.mkdir()
         file.write_text(text)
-    fails(invoke("config", *words.split(" ")), 2, message)
-    assert (file.read_text() if file.exists() else None) == text
+    fails(invoke("config", *shlex.split(words)), 2, message)
+    assert file.exists() == bool(text)
+    assert not text or file.read_text() == text
 
 
 def test_aliases_are_set_listed_and_removed(file: Path, cache: Path) -> None:

@@ -74,21 +74,14 @@ def test_what_people_use_is_in_the_first_tier(command: str) -> None:
     assert every - first >= {"--stride", "--kernels", "--min-p", "--dtype", "--debug"}
 
 
-def test_what_json_prints_is_said() -> None:
+def test_what_json_prints_is_said_and_a_flag_of_the_second_tier_works() -> None:
+    """Completion offers no hidden flags, so none is hidden from it."""
     ask, plan = "the answer and the figures of the turn", "the forecast as one JSON object"
     for command, words in (("ask", ask), ("plan", plan)):
         assert words in re.sub(r"[\s│]+", " ", shown(command, "--help"))
-
-
-def test_a_flag_of_the_second_tier_works_and_is_completed() -> None:
-    """Completion offers no hidden flags, so none is hidden from it."""
     said = invoke("plan", "--stride", "x")
     assert "--stride must be a whole number, got 'x'" in said.output
     assert "--min-p" in shown("ask", "--help-all")  # which does not ask for the arguments
-    env = {
-        "_MINIKV_COMPLETE": "complete_bash",
-        "COMP_WORDS": "minikv chat --str",
-        "COMP_CWORD": "2",
-    }
-    done = invoke(prog_name="minikv", env=env)
+    env = {"_MINIKV_COMPLETE": "complete_bash", "COMP_WORDS": "minikv chat --str"}
+    done = invoke(prog_name="minikv", env=env | {"COMP_CWORD": "2"})
     assert done.output.split() == ["--stride"]

@@ -1,11 +1,15 @@
-"""Settings: one row of a table is tried as a flag, in a file, as a variable and with /set."""
+"""Settings: one row of a table is tried as a flag, in a file, as a variable and with /set; what
+Tab and a shell offer for them; what the runtime says in Python becomes what is typed."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import re
 import threading
 import tomllib
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,12 @@ from typing import Any
 import pytest
 import typed
 import typer
+from processes import python
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from refusals import refused
+from small_chat import chat
+from tables import table
 from typed import fails, fake_chat, invoke
 from typer.testing import CliRunner, Result
 
@@ -21,14 +30,20 @@ import minikv
 from minikv.chat.closing import Facts
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
-from minikv.cli.chat import settings_commands
-from minikv.cli.chat.slash import Context
+from minikv.cli.chat import settings_commands, slash_commands
+from minikv.cli.chat.command import _help
+from minikv.cli.chat.slash import Command, Context
 from minikv.cli.chat.slash_commands import execute
 from minikv.cli.documents import commands as document_commands
+from minikv.cli.failures import explain
 from minikv.cli.main import app
+from minikv.cli.paths import chats_folder
+from minikv.cli.screen.editor import Commands
 from minikv.cli.settings import config
 from minikv.cli.settings.config import SETTINGS, Config, Interface, load, worded
 from minikv.cli.settings.flags import Call, command, file_text
+from minikv.errors import UsageError
+from minikv.policies import prompt_names, step_names
 from minikv.settings import GONE, Generation, Settings
 
 
@@ -143,30 +158,28 @@ def vars_of(settings: Any) -> dict[str, Any]:
 
 
 # -- what is refused ------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("key", "text", "message"),
-    [
-        ("top_k", "0.5", "must be a whole number, got"),
-        ("top_k", "-1", "must be between 0 and 2,147,483,648, got -1"),
-        ("temperature", "-1", "must be between 0 and 100, got -1"),
-        ("temperature", "nan", "must be between 0 and 100, got nan"),
-        ("temperature", "hot", "must be a number or auto, got 'hot'"),
-        ("top_p", "1.5", "must be between 0 and 1, got 1.5"),
-        ("max_tokens", "0", "must be at least 1, got 0"),
-        ("threads", "9999", "must be between 0 and 4,096, got 9999"),
-        ("stride", "512", "must be between 0 and 256, got 512"),
-        ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, got 'int3'"),
-        ("kv", "int4", "must be one of auto, int8, got 'int4'"),
-        ("fidelity", "some", "must be one of on, off, got 'some'"),
-        ("quiet", "maybe", "must be true or false, got 'maybe'"),
-        ("budget", "abc", "the budget cannot be 'abc'"),
-        ("policy", "nope", "unknown policy 'nope'"),
-        ("decode", "snapkv", "snapkv works only as --policy"),
-        ("device", "gpu", "unknown device 'gpu'"),
-        ("remember", "much", "'much' is neither off nor a size"),
-        ("seed", "9" * 30, "is too large a number"),
-    ],
-)
+@table(f"""
+    key         | text      | message
+    top_k       | 0.5       | must be a whole number, got
+    top_k       | -1        | must be between 0 and 2,147,483,648, got -1
+    temperature | -1        | must be between 0 and 100, got -1
+    temperature | nan       | must be between 0 and 100, got nan
+    temperature | hot       | must be a number or auto, got 'hot'
+    top_p       | 1.5       | must be between 0 and 1, got 1.5
+    max_tokens  | 0         | must be at least 1, got 0
+    threads     | 9999      | must be between 0 and 4,096, got 9999
+    stride      | 512       | must be between 0 and 256, got 512
+    dtype       | int3      | must be one of auto, float32, bfloat16, float16, got 'int3'
+    kv          | int4      | must be one of auto, int8, got 'int4'
+    fidelity    | some      | must be one of on, off, got 'some'
+    quiet       | maybe     | must be true or false, got 'maybe'
+    budget      | abc       | the budget cannot be 'abc'
+    policy      | nope      | unknown policy 'nope'
+    decode      | snapkv    | snapkv works only as --policy
+    device      | gpu       | unknown device 'gpu'
+    remember    | much      | 'much' is neither off nor a size
+    seed        | {"9" * 30} | is too large a number
+""")
 def test_a_wrong_value_is_refused_in_the_same_words_wherever_it_is(
     home: Path, monkeypatch: pytest.MonkeyPatch, context: Context, key: str, text: str, message: str
 ) -> None:
@@ -237,6 +250,7 @@ def test_what_is_gone_is_refused_with_what_to_use(home: Path, context: Context, 
         ("temperature = " + "9" * 400, "temperature is too large a number", ""),
         ("aliases = 3", "./minikv.toml: [aliases] must be a table", ""),
         ("[aliases]\nx = 3", "[aliases]: 'x' must be a text", ""),
+        ("[aliases]\nx = ''", "[aliases]: 'x' must be a text", ""),
         ("[loaders]\nx = 'rm {path}'", "./minikv.toml: loaders is gone: pipe the text in", ""),
         ('"\\u001b[2J" = 1', "unknown key '\\x1b[2J'", ""),
         ("x" * 500 + " = 1", "unknown key 'xxx", ""),
@@ -383,11 +397,6 @@ def context() -> Context:
     return talk_of(fake_chat())
 
 
-@pytest.fixture(scope="module")
-def bundled() -> ChatSession:
-    return minikv.load(device="cpu", budget=64)
-
-
 def do(context: Context, word: str, *arguments: str) -> str:
     return typed.run(COMMANDS, context, word, *arguments)
 
@@ -437,27 +446,25 @@ def test_what_set_changes_is_what_the_next_answer_uses(context: Context) -> None
     assert session.eviction.policy_options == fresh.policy_options
 
 
-@pytest.mark.parametrize(
-    ("line", "message", "hint"),
-    [
-        ("budget 8", "below the smallest", ""),
-        ("device cuda", "device cannot change in a chat", ""),
-        ("stats on", "stats is a flag of `minikv ask`", "/stats"),
-        ("temprature 1", "no setting 'temprature'", "did you mean temperature?"),
-        ("top_k 1 2", "top_k takes one value", ""),
-    ],
-)
+@table("""
+    line         | message                         | hint
+    budget 8     | below the smallest              |
+    device cuda  | device cannot change in a chat  |
+    stats on     | stats is a flag of `minikv ask` | /stats
+    temprature 1 | no setting 'temprature'         | did you mean temperature?
+    top_k 1 2    | top_k takes one value           |
+""")
 def test_what_set_does_not_take(context: Context, line: str, message: str, hint: str) -> None:
     before = do(context, "set")
     assert hint in refused(message, do, context, "set", *line.split()).hint
     assert do(context, "set") == before
 
 
-def test_policy_alone_says_what_is_in_force(bundled: ChatSession) -> None:
-    context, before = talk_of(bundled), bundled.eviction
-    bundled.configure(EvictionConfig.read("adakv+pyramid", "h2o", 96, {"window": 16}))
+def test_policy_alone_says_what_is_in_force() -> None:
+    options = {"window": 16}
+    chat = minikv.load(policy="adakv+pyramid", decode="h2o", budget=96, device="cpu", **options)
+    context = talk_of(chat)
     text = do(context, "policy")
-    bundled.configure(before)
     assert text.startswith("adakv+pyramid, then h2o · budget 96 tokens per head\n")
     assert "  adakv+pyramid: " in text
     assert " window=16 " in text
@@ -489,3 +496,143 @@ def test_the_system_prompt_before_the_first_question(context: Context, tmp_path:
     do(context, "system", "a")
     assert "(1 token; may be evicted)" in do(context, "system")
     refused("names no file", do, context, "system", "@")
+
+
+# -- what Tab offers, and a shell ------------------------------------------------------------
+Offers = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def session() -> ChatSession:
+    made = chat()
+    made.attach("text", "my report (1).txt")
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file, and a home with a saved chat, as far as a list reads it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "thesis.txt").write_text("x")
+    folder = chats_folder() / "thesis"
+    folder.mkdir(parents=True)
+    (folder / "chat.jsonl").write_text('{"turns": 1, "title": "q", "identity": {"model": "m"}}\n')
+    return tmp_path
+
+
+@pytest.fixture
+def tab(session: ChatSession, saved: Path) -> Offers:
+    """What Tab puts in for the last word of a line; for a path, behind it."""
+    offers, event = Commands(_help(session)).get_completions, CompleteEvent()
+    return lambda line: [one.text for one in offers(Document(line), event)]
+
+
+def test_chats_settings_and_their_values(tab: Offers) -> None:
+    assert {"reuse", "policy", "temperature"} <= {*tab("/set ")}
+    assert "h2o+ada" in tab("/policy h2o+a")
+    assert "h2o" not in tab("/compare h2o ")
+    assert "64MiB" in tab("/retry --budget ")
+    assert {"512", "20%", "64MiB"} <= {*tab("/set budget ")}
+    assert "kept" in tab("/help k")
+    offers = {
+        "/load ": ["thesis"],  # not the file
+        "/load thesis --": ["--reread"],
+        "/set reus": ["reuse"],
+        "/set reuse ": [*SETTINGS["reuse"].choices],
+        "/set quiet ": ["on", "off"],
+        "/set policy snap": ["snapkv"],
+        "/set decode ": ["auto", *step_names()],
+        "/policy ": prompt_names(),
+        "/policy snapkv win": ["window="],
+        "/policy snapkv decode=ro": ["decode=roco"],
+        "/compare ": [*prompt_names(), "budget="],
+        "/compare h2o budget=5": ["budget=512"],
+        "/retry --": ["--policy", "--budget", "--seed"],
+        "/retry --policy stream": ["streaming"],
+        "/retry --policy streaming --": ["--budget", "--seed"],
+        "/kept ": ["all", "find"],
+        "/drop ": ["my\\ report\\ (1).txt"],
+        "/drop my\\ r": ["my\\ report\\ (1).txt"],
+        "/add thes": ["is.txt"],
+        "/export thes": ["is.txt"],
+        "/export --": ["--force"],
+    }
+    none = ("set reuse once", "set model", "set top_p", "retry --seed", "none", "stats")
+    offers |= {f"/{line} ": [] for line in none}
+    assert {line: tab(line) for line in offers} == offers
+
+
+@pytest.mark.parametrize("command", slash_commands.COMMANDS, ids=lambda command: command.words[0])
+def test_every_command_that_takes_words_of_ours_offers_them(tab: Offers, command: Command) -> None:
+    """What a command's usage writes in small letters, Tab offers."""
+    words = re.findall(r"(?<![\w\"=.])(?:--)?[a-z]{3,}", command.takes.split("FILE")[0])
+    offered = [*tab(f"/{command.words[0]} "), *tab(f"/{command.words[0]} --")]
+    assert {*words} - {"option", "value"} <= {one.rstrip("=") for one in offered}
+
+
+ALL = """
+import contextlib, io, json, os, sys
+from minikv.cli.__main__ import run
+os.environ["_MINIKV_COMPLETE"], sys.argv, found = "complete_bash", ["minikv"], []
+for line in json.load(sys.stdin):
+    os.environ |= {"COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
+        run()
+    found.append([said.getvalue().split(), [*sys.modules]])
+print(json.dumps(found))
+"""
+
+
+def test_the_shell_completes_values_without_torch(saved: Path) -> None:
+    """What bash is offered for the last word of each line. Only the options of a policy need torch:
+    they are in the policy's file, which imports it."""
+    (saved / "minikv.toml").write_text('[aliases]\nbigger = "some/model"\n')
+    lines = {
+        "chat --policy ": prompt_names(),
+        "chat --policy h2o+ad": ["h2o+ada"],
+        "ask q --decode ro": ["roco"],
+        "chat --budget 5": ["512"],
+        "chat --resume ": ["thesis"],
+        "chats show ": ["thesis"],
+        "chats rm th": ["thesis"],
+        "chat --reuse o": ["once"],
+        "eval --policy adakv,snap": ["adakv,snapkv"],
+        "eval --tasks facts,nee": ["facts,needle"],
+        "chat -m big": ["bigger"],
+        "chat the": [],  # left to the shell, which knows files
+        "chat --policy snapkv -o win": ["window="],
+    }
+    done = python("-c", ALL, input=json.dumps([f"minikv {line}" for line in lines]))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {line: said for line, (said, _) in zip(lines, found, strict=True)} == lines
+    *others, (_, loaded) = found
+    assert {"minikv.cli.settings.flags", "torch"} <= {*loaded}
+    for _, loaded in others:
+        assert not {*loaded} & {"torch", "numpy", "transformers", "huggingface_hub"}
+
+
+# -- what the runtime says in python is shown as it is typed ---------------------------------
+@table("""
+    text                                     | shown
+    try `dtype="float32"`                    | try --dtype float32
+    `dtype="auto", weights="int4+head"` fits | --dtype auto --weights int4+head fits
+    run without `offline=True` once          | run without --offline once
+    `max_tokens` must be 1                   | --max-tokens must be 1
+    a larger `budget` or less                | a larger --budget or less
+    start anew with `chat.reset()`           | start anew with /reset
+    `chat.undo(2)` works                     | /undo 2 works
+    `chat.reuse = "once"` turns it off       | /set reuse once turns it off
+    log in with `hf auth login`              | log in with `hf auth login`
+    `minikv ask -` reads                     | `minikv ask -` reads
+    `nonsense=3` and `budgt`                 | `nonsense=3` and `budgt`
+    no code at all                           | no code at all
+""")
+def test_python_becomes_flags_and_commands(text: str, shown: str) -> None:
+    """Errors and hints, too."""
+    assert worded(text) == shown
+    error = UsageError("`top_p` is wrong", 'use `device="cpu"`; `policy` takes: h2o')
+    for talking, flag, policy in ((False, "--top-p", "--policy"), (True, "/set top_p", "/policy")):
+        made = explain(error, chat=talking)
+        hint = f"use --device cpu; {policy} takes: h2o"
+        assert (made.message, made.hint) == (f"{flag} is wrong", hint)
