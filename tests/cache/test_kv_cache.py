@@ -495,13 +495,17 @@ def test_what_fits_a_window_and_the_budget_is_not_judged() -> None:
     assert run.kv.state.outcome.shaped
 
 
-@pytest.mark.parametrize("name", ["l2", "streaming", "snapkv", "snapkv+global"])
+UNASKED = {*"streaming l2 keydiff expected kvzip kvzip+ ada-expected random".split()}
+"""Prompt policies that judge without the question."""
+
+
+@pytest.mark.parametrize("name", [*policies.prompt_names(), "snapkv+global"])
 def test_a_question_decided_what_stayed_where_it_was_looked_at(name: str) -> None:
-    run = engine(network(), name, "none", 40)
+    run = engine(network(), name, "none", None if name == "full" else 80)
     run.prompt(ids(30))
     assert not run.kv.stats().shaped
     run.prompt(ids(80, seed=1))
-    assert run.kv.stats().shaped == ("snapkv" in name)
+    assert run.kv.stats().shaped == (name not in {"full", *UNASKED})
 
 
 def test_rows_that_go_back_to_the_old_addresses_are_the_same_rows() -> None:

@@ -117,7 +117,8 @@ def asking(budget: int = 20, **given: Any) -> tuple[Engine, Asks, small.Llama]:
     return Engine(net, small.over(net, Rules(policy, None, Budget.parse(budget)))), scorer, net
 
 
-def test_each_query_and_the_length_of_its_input_are_shown() -> None:
+@pytest.mark.parametrize("tokens", [50, 49])  # the last chunk has two tokens, or one
+def test_each_query_and_the_length_of_its_input_are_shown(tokens: int) -> None:
     """The queries' attention sums to the mass; the lengths are those of the normed input."""
     run, scorer, net = asking()
     for i, layer in enumerate(net.layers):
@@ -132,12 +133,12 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "_watch", listen)
-        run.prompt(small.ids(50))
+        run.prompt(small.ids(tokens))
     assert {*scorer.seen} == {*states} == {0, 1, 2}
     for at, view in scorer.seen.items():
         assert view.mass is not None
         given = torch.stack(scorer.given[at])
-        assert given.shape == (3, 2, 5, 50)
+        assert given.shape == (3, 2, 5, tokens)
         torch.testing.assert_close(given.sum(3), torch.ones(3, 2, 5))
         torch.testing.assert_close(given.sum(2), view.mass)
         want = torch.cat(states[at])[-5:].norm(dim=-1)

@@ -238,25 +238,30 @@ def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
 @pytest.mark.parametrize("step", ["roco", "hashevict", "none"])
 @pytest.mark.parametrize("call", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("fault", "error"),
+    ("fault", "error", "sampling"),
     [
-        (None, NumericsError),
-        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt),
-        (Mock(side_effect=RuntimeError("no such\nthing")), RuntimeError),
+        (None, NumericsError, GREEDY),
+        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt, GREEDY),
+        (Mock(side_effect=RuntimeError("no such\nthing")), RuntimeError, GREEDY),
+        (Mock(side_effect=RuntimeError), RuntimeError, Sampling(1.5)),
     ],
 )
-def test_a_step_that_fails_drops_the_cache(step: str, call: int, fault: Any, error: Any) -> None:
+def test_a_step_that_fails_drops_the_cache(
+    step: str, call: int, fault: Any, error: Any, sampling: Sampling
+) -> None:
     """Also one that was launched ahead. The tokens before it are those of single steps, and the
-    cache serves the next prompt as a new one does."""
+    cache serves the next prompt as a new one does, whatever the error left in the device's
+    memory."""
     run, net = faulty(step)
-    net.calls, net.at = 0, {call: fault}
-    drawn = [run.token]
+    net.calls, net.at, run.sampling = 0, {call: fault}, sampling
+    drawn, how = [run.token], (VOCAB, sampling, run.seed)
     with pytest.raises(error):
-        drawn.extend(run.there.next(drawn[-1], VOCAB, GREEDY, run.seed) for _ in range(5))
+        drawn.extend(run.there.next(drawn[-1], *how) for _ in range(5))
+    run.there._loop._draws.fill_(0.999)  # type: ignore[union-attr]
     del drawn[0]
     assert call - 1 <= len(drawn) <= call
     for want in drawn:
-        run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+        run.token = run.here.next(run.token, *how)
         assert run.token == want
     assert run.there.kv.position == 0
     assert int(run.there.kv.arena.length.sum()) == 0

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import small
@@ -143,18 +144,26 @@ def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
     assert "gather_rows" not in names  # no prompt ended
 
 
-@pytest.mark.parametrize("broken", ["ragged_attention", "add_attention_mass"])
-def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(broken: str) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
-
+@pytest.mark.parametrize(
+    ("broken", "notice"),
+    [
+        (name, f"the Triton kernels are not used: RuntimeError: no C compiler of {name}")
+        for name in ("ragged_attention", "add_attention_mass")
+    ]
+    + [("", None)],  # the weights are broken, which the first turn reports
+)
+def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(
+    broken: str, notice: str | None
+) -> None:
     net = small.network()
     kv = small.scheduler(net, "snapkv", "h2o")
     kv.ops = Kernels()
     kv.ops.name = "triton"
-    setattr(kv.ops, broken, fail)
+    if broken:
+        error = RuntimeError(f"no C compiler of {broken}\nPlease specify via CC")
+        setattr(kv.ops, broken, Mock(side_effect=error))
+    else:
+        net.layers[0].attention_norm.fill_(float("nan"))
     warm(kv, net)
-    assert kv.ops.name == "torch"
-    assert kv.notice is not None
-    assert "C compiler" in kv.notice
-    assert "\n" not in kv.notice
+    assert kv.ops.name == ("torch" if broken else "triton")
+    assert kv.notice == notice
