@@ -19,6 +19,7 @@ from tape import NoWaiting
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from twins import on_cuda
 
 from minikv import policies
 from minikv.cache.arena import Arena
@@ -32,7 +33,6 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig, Rotation
-from minikv.models.tensors import tensors_of
 from minikv.policies import Option, Value, registry
 from minikv.policies.base import StepPolicy
 from minikv.policies.options import options_of
@@ -329,10 +329,7 @@ def strictly(method: Callable[..., object]) -> Callable[..., object]:
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts into an empty cache, behind an answer, and behind another."""
-    here = network(layers=2, head_dim=16)
-    net = Llama(here.config, rows=here.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(tensors_of(net), tensors_of(here), strict=True):
-        mine.copy_(theirs)
+    net = on_cuda(network(layers=2, head_dim=16))
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
     kv = KVCache(like.shape, like.rules, device="cuda", output=like.output, rotary=net.rotation)
     made = Engine(net, kv, None)

@@ -12,6 +12,7 @@ import random
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import forked
 import pytest
 import small
 import torch
+from refusals import failing
 from tiers import Runtime, tiered
 from torch import Tensor
+from twins import Nth
 
 from minikv.cache import tier_file
 from minikv.cache.tier import Rows, Tier, copy_rows
@@ -374,18 +377,6 @@ def test_every_altered_byte_is_found(rows: FileRows, path: Path, part: float) ->
             found.close()
 
 
-class Nth:
-    """`real`, but the n-th call fails."""
-
-    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
-        self.real, self.number, self.n, self.code = real, number, n, code
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        if next(self.number) == self.n:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*given, **named)
-
-
 FULL, SILENT, READ_ONLY = errno.ENOSPC, errno.EIO, errno.EROFS
 CALLS = [("posix_fallocate", FULL), ("pwritev", FULL), ("preadv", SILENT), ("fdatasync", SILENT)]
 CALLS += [("fsync", SILENT), ("replace", READ_ONLY), ("mkdir", READ_ONLY)]
@@ -543,17 +534,12 @@ def test_a_file_without_a_name_is_gone_with_the_process_and_is_not_brought_to_th
 def test_a_file_that_cannot_be_begun_is_not_there(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def fail(*given: object) -> int:
-        raise error
-
     before = opened()
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises((TierError, KeyboardInterrupt)):
-        FileRows.create(path, HEADER)
-    assert not path.exists()
-    monkeypatch.setattr(os, "unlink", fail)  # of one without a name
-    with pytest.raises((TierError, KeyboardInterrupt)):
-        FileRows.create(path, HEADER, named=False)
+    for call in ("fsync", "unlink"):  # of one without a name
+        monkeypatch.setattr(os, call, failing(error))
+        with pytest.raises((TierError, KeyboardInterrupt)):
+            FileRows.create(path, HEADER, named=call == "fsync")
+        assert path.exists() == (call == "unlink")
     assert opened() == before
 
 
@@ -569,14 +555,11 @@ def test_a_tier_moves_on_its_own_disk_alone(
         goal.write_text("old")
     elif there == "a tier":
         FileRows.create(goal, HEADER).close()
-    for code, told in ((errno.EXDEV, None), (errno.EACCES, OSError)):
-        with monkeypatch.context() as patch:
+    for code in (errno.EXDEV, errno.EACCES):
+        told = nullcontext() if code == errno.EXDEV else pytest.raises(OSError)
+        with monkeypatch.context() as patch, told:
             patch.setattr(os, "rename", Nth(os.rename, itertools.count(), 0, code))
-            if told is None:
-                assert not rows.move(goal)
-            else:
-                with pytest.raises(told):
-                    rows.move(goal)
+            assert not rows.move(goal)
         assert (rows.path, rows.kept, rows.is_at(path)) == (path, False, True)
     assert rows.move(goal)
     assert (rows.path, rows.kept, list(tmp_path.iterdir())) == (goal, True, [goal])

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from small_chat import chat, held_of, reported, say
 from tiers import MILL, RIVER, served
+from twins import Nth
 
 from minikv.cache.tier_file import FileRows
 from minikv.chat.recall import Place, Recall
@@ -56,9 +56,10 @@ def anew(question: str, *documents: str, **given: Any) -> tuple[str, list[list[i
     return answer, held
 
 
-def leave(session: ChatSession) -> None:
+def leave(*sessions: ChatSession) -> None:
     """What the end of a process does."""
-    session.recall.leave()
+    for session in sessions:
+        session.recall.leave()
 
 
 @pytest.fixture
@@ -109,13 +110,11 @@ def test_the_longest_known_beginning_is_used_and_shared(read: Path) -> None:
     assert (answer, held) == anew("Who?", LONG, more)
     assert len(more) < new < len(more) + 60
     leave(session)
-    entries = Store(read, LIMIT, {}).entries()
-    assert len(entries) == 2
-    assert {path.stat().st_nlink for one in entries for path in one.path.glob("[rb]*[0-9s]")} == {
-        1,
-        2,
-    }
     store = Store(read, LIMIT, {})
+    entries = store.entries()
+    assert len(entries) == 2
+    links = {path.stat().st_nlink for one in entries for path in one.path.glob("[rb]*[0-9s]")}
+    assert links == {1, 2}
     store.remove(min(entries, key=lambda one: one.tokens))
     for documents in ((LONG, more), (LONG,), (LONG[:-9] + "otherwise",)):
         session = remembering(read)
@@ -125,18 +124,12 @@ def test_the_longest_known_beginning_is_used_and_shared(read: Path) -> None:
         leave(session)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"policy": "h2o"},
-        {"policy": "kvzip"},
-        {"reuse": "blind"},
-        {"documents": (MILL[:40],)},
-        {"model": "another"},
-        {"tier_dtype": "int8", "foreign": True},
-    ],
-    ids=str,
-)
+OTHERWISE: list[dict[str, Any]] = [{"policy": "h2o"}, {"policy": "kvzip"}, {"reuse": "blind"}]
+OTHERWISE += [{"documents": (MILL[:40],)}, {"model": "another"}]
+OTHERWISE += [{"tier_dtype": "int8", "foreign": True}]
+
+
+@pytest.mark.parametrize("how", OTHERWISE, ids=str)
 def test_what_is_not_remembered(read: Path, how: dict[str, Any]) -> None:
     """Policies that need what no tier has, short prompts, other models and formats."""
     foreign = how.pop("foreign", False)
@@ -190,8 +183,7 @@ def test_a_later_document_is_remembered_with_what_came_before(
     answer, rows, new = told(other, "Since when?")
     assert (answer, rows) == (session.turns[-1].answer, held_of(session))
     assert new < 60
-    for one in (session, other):
-        leave(one)
+    leave(session, other)
     held_twice = Store(folder, LIMIT, {}).entries()
     files = {path.stat().st_ino: path.stat().st_size for path in folder.glob("*/*")}
     assert taken(held_twice) == sum(files.values())
@@ -256,18 +248,6 @@ def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
     assert [one.about for one in Store(read, LIMIT, {}).entries() if one.about == "damaged"] == []
 
 
-class Nth:
-    """`real`, but the n-th call fails."""
-
-    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
-        self.real, self.number, self.n, self.code = real, number, n, code
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        if next(self.number) == self.n:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*given, **named)
-
-
 CALLS = [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.ENOSPC), ("preadv", errno.EIO)]
 CALLS += [("fdatasync", errno.EIO), ("fsync", errno.EIO), ("rename", errno.EROFS)]
 CALLS += [("mkdir", errno.EROFS), ("makedirs", errno.EROFS), ("open", errno.EACCES)]
@@ -319,8 +299,7 @@ def test_two_chats_at_once(folder: Path) -> None:
     pieces = list(itertools.zip_longest(first, second, fillvalue=""))
     assert {"".join(side) for side in zip(*pieces, strict=True)} == {anew("Who?", LONG)[0]}
     three = remembering(folder)
-    leave(one)
-    leave(two)
+    leave(one, two)
     assert told(three, "Why?", LONG)[2] < 60
     shutil.rmtree(folder)
     four = chat(reuse="auto")

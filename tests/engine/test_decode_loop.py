@@ -17,6 +17,7 @@ from faults import AtLine
 from small import VOCAB, engine, ids, network, shape
 from stepping import GREEDY, STEPS, Pair, pair
 from tape import Tape
+from twins import on_cuda
 
 from minikv import policies
 from minikv.cache import eviction
@@ -29,7 +30,6 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import WINDOW, Sampling
 from minikv.errors import ContextError, NumericsError
 from minikv.models.llama import Llama
-from minikv.models.tensors import tensors_of
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -375,14 +375,6 @@ def test_on_a_cpu_steps_are_single() -> None:
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
-def _on_cuda(net: Llama) -> Llama:
-    """The same weights there."""
-    moved = Llama(net.config, rows=net.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(tensors_of(moved), tensors_of(net), strict=True):
-        mine.copy_(theirs)
-    return moved
-
-
 def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -> KVCache:
     """A cache beside those weights."""
     kv = engine(net, prompt, step, 44).kv
@@ -395,7 +387,7 @@ def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("step", ["none", *STEPS])
 def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) -> None:
-    net = _on_cuda(network(layers=2, head_dim=16))
+    net = on_cuda(network(layers=2, head_dim=16))
     one = Engine(net, _there(net, kernels, "adakv", step), None)
     two = Engine(net, _there(net, kernels, "adakv", step))
     run = Pair(one, two)
@@ -415,7 +407,7 @@ def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) ->
 @NEEDS_CUDA
 @pytest.mark.parametrize("step", ["none", "roco", "hashevict"])
 def test_a_replay_waits_for_nothing(step: str) -> None:
-    net = _on_cuda(network(layers=2, head_dim=16))
+    net = on_cuda(network(layers=2, head_dim=16))
     made = Engine(net, _there(net, "auto", step=step))
     made.prompt(ids(20))
     token = 1
