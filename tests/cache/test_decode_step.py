@@ -65,59 +65,53 @@ def test_slots_and_victims_are_those_of_single_steps(step: str) -> None:
     grown.agree()
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_windows_slide_on_the_device(step: str) -> None:
-    run = pair(Tape(), "full", step, 24, net=network(layers=2, windows=(None, 16)))
-    run.prompt(ids(20))
-    run.write(10)
-    run.agree()
+CODES: dict[str, Any] = {"kv": torch.int8}
+SLIDING: dict[str, Any] = {"windows": (None, 16)}
 
 
 @pytest.mark.parametrize(
     ("prompt", "step", "budget", "tokens", "more"),
     [
-        ("adakv", "roco", 44, 60, {"kv": torch.int8}),
-        ("adakv", "l2", 44, 60, {"kv": torch.int8}),
-        ("adakv", "none", 44, 60, {"kv": torch.int8}),
-        ("adakv", "hashevict", 48, 70, {"kv": torch.int8}),
-        ("snapkv+turns", "roco", 48, 70, {"kv": torch.int8}),
-        ("snapkv+turns", "l2", 48, 70, {}),
-        ("snapkv+turns", "tova", 48, 70, {}),
-        ("snapkv+turns", "hashevict", 48, 70, {}),
+        *(("full", step, 24, 20, SLIDING) for step in STEPS),
+        *(("adakv", step, 44, 60, CODES) for step in ("roco", "l2", "none")),
+        ("adakv", "hashevict", 48, 70, CODES),
+        ("snapkv+turns", "roco", 48, 70, CODES),
+        *(("snapkv+turns", step, 48, 70, {}) for step in ("l2", "tova", "hashevict")),
         ("full", "tova", 24, 22, {"options": {"per_head": True}}),
+        ("full", "none", None, 12, {"room": 4}),  # an answer that outgrows its segments
     ],
 )
-def test_codes_rows_that_leave_last_and_options(
+def test_windows_codes_rows_that_leave_last_and_options(
     prompt: str, step: str, budget: int, tokens: int, more: dict[str, Any]
 ) -> None:
-    run = pair(Tape(), prompt, step, budget, **more)
-    run.prompt(ids(tokens))
-    run.write(8)
-    run.agree()
-
-
-def test_an_answer_that_outgrows_its_segments_and_heads_that_fill_up_one_by_one() -> None:
-    grown = pair(Tape())
-    grown.prompt(ids(12), room=4)
-    grown.write(10)
-    grown.agree()
-    run = pair(Tape(), "full", "tova", 44)
-    run.prompt(ids(36))
-    for made in (run.here, run.there):
-        made.kv.arena.cap[:, 1] = 37  # full while the others of its layer grow
+    net = network(layers=2, windows=more.get("windows"))
+    given = {name: more[name] for name in ("kv", "options") if name in more}
+    run = pair(Tape(), prompt, step, budget, net=net, **given)
+    run.prompt(ids(tokens), more.get("room", 256))
     run.write(10)
     run.agree()
 
 
-def test_a_choice_by_the_query_leaves_layers_alone_that_have_room() -> None:
-    run = pair(Tape(), "full", "hashevict", 44)
-    run.here.kv.use(Kernels())
+@pytest.mark.parametrize(
+    ("step", "where", "cap", "held"),
+    [
+        ("tova", (slice(None), 1), 37, [[40, 37, 40]] * 2),  # a head, while the others grow
+        ("hashevict", 0, 36, [[36] * 3, [40] * 3]),  # a layer, by the query
+    ],
+)
+def test_what_is_full_gives_up_rows_while_others_grow(
+    step: str, where: Any, cap: int, held: list[list[int]]
+) -> None:
+    run = pair(Tape(), "full", step, 44)
+    run.here.kv.use(Kernels() if step == "hashevict" else run.here.kv.ops)
     run.prompt(ids(36))
     for made in (run.here, run.there):
-        made.kv.arena.cap[0] = 36  # full while the other layer grows
+        made.kv.arena.cap[where] = cap
     run.write(4)
+    assert run.here.kv.arena.held.tolist() == held
     run.agree()
-    assert run.here.kv.arena.held.tolist() == [[36] * 3, [40] * 3]
+    run.write(6)
+    run.agree()
 
 
 @pytest.mark.parametrize("step", ["none", *STEPS])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layouts import segment
+from refusals import failing
 from small_chat import chat, held_of, say
 from tiers import MILL, recalling
 
@@ -66,10 +67,8 @@ def test_no_memory_to_measure_fails_no_turn(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(IndexError):  # only what memory and the device raise is passed over
         say(session, "Who?")
 
-    def full() -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(session.engine.kv, "last_token", full)
+    full = torch.OutOfMemoryError("no room")
+    monkeypatch.setattr(session.engine.kv, "last_token", failing(full))
     answer, _ = say(session, "Who?")
     assert answer == talked().turns[0].answer
     lost = session.reports[0].fidelity
