@@ -11,8 +11,8 @@ import torch
 from layouts import segment
 from refusals import failing
 from test_no_host_sync import FAR, GROUP, HEADS, SIZE, far, without_waiting
-from test_prefill import contents
 from tiers import served, tiered
+from twins import contents
 from views import kept
 
 from minikv import policies

@@ -234,15 +234,15 @@ def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> No
     run = engine(net, "full", "none", None)
     run.prompt(ids(400))
     big = run.kv.stats().allocated_bytes
-    small = scheduler(net, "adakv", "roco", 40)
-    run.kv.configure(small.rules)
+    small = scheduler(net, "adakv", "roco", 40).rules
+    run.kv.configure(small)
     assert run.kv.stats().kept_min == 400
     run.prompt(ids(5))
     assert run.kv.stats().kept_mean == 40
     assert run.kv.stats().allocated_bytes < big / 2
     run.step(1)
-    refused("too small", run.kv.configure, replace(small.rules, budget=Budget.parse(1)))
-    assert run.kv.rules.prompt is small.rules.prompt
+    refused("too small", run.kv.configure, replace(small, budget=Budget.parse(1)))
+    assert run.kv.rules.prompt is small.prompt
     run.step(2)
     run.reset()
     assert run.kv.stats().allocated_bytes == 0

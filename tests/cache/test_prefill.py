@@ -10,12 +10,12 @@ import pytest
 import small
 import torch
 from faults import Allocations, Fault
-from layouts import HEADS, SIZE, filled, random, segment
+from layouts import HEADS, SIZE, filled, random
 from spy import Spy
 from torch import Tensor
+from twins import contents
 from views import build, kept
 
-from minikv.cache.arena import Arena, Layout
 from minikv.cache.budget import Budget
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
@@ -25,13 +25,6 @@ from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.parts import PromptPolicy
-
-
-def contents(arena: Arena) -> list[object]:
-    """Every table, and every column of the rows in use."""
-    heads = itertools.product(range(arena.layers), range(arena.heads))
-    tables = [getattr(arena.layout(), n).tolist() for n in Layout.__slots__]
-    return [tables, [[segment(arena, n, *at).tolist() for n in arena.columns] for at in heads]]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,9 @@ import small
 import torch
 from faults import Allocations, Fault
 from layouts import segment
-from test_prefill import contents
 from tiers import Runtime, tiered
 from torch import Tensor
-from twins import on_cuda
+from twins import contents, on_cuda
 from views import kept
 
 from minikv import policies

@@ -26,7 +26,7 @@ from torch import Tensor
 from twins import Nth
 
 from minikv.cache import tier_file
-from minikv.cache.tier import Rows, Tier, copy_rows
+from minikv.cache.tier import Rows, copy_rows
 from minikv.cache.tier_file import FileRows, Header, is_open
 from minikv.cache.tier_rows import Columns, Memory, RamRows, TierError, columns_of
 from minikv.chat.transcript import shared
@@ -103,12 +103,12 @@ def test_rows_come_back_in_this_process_and_in_the_next(rows: FileRows, path: Pa
 
 
 def test_nothing_new_is_nothing_to_write(rows: FileRows, path: Path) -> None:
-    add(rows, 0, 20)
-    rows.sync()
-    before = [(file.name, file.stat().st_mtime_ns) for file in path.iterdir()]
-    add(rows, 20, 20)
-    rows.sync()
-    assert [(file.name, file.stat().st_mtime_ns) for file in path.iterdir()] == before
+    written = []
+    for have in (0, 20):
+        add(rows, have, 20)
+        rows.sync()
+        written.append([(file.name, file.stat().st_mtime_ns) for file in path.iterdir()])
+    assert written[0] == written[1]
     expect(rows, 20)
 
 
@@ -221,8 +221,7 @@ class Chat:
         except TierError as error:
             self.told.append(error)
             return
-        self.run.kv.tier = tier = Tier(shape, NET.dtype, self.run.kv.device, rows=self.rows)
-        tier.length = self.rows.rows
+        tiered(self.run, rows=self.rows).kv.tier.length = self.rows.rows  # type: ignore[union-attr]
 
     def answer(self, ids: list[int]) -> tuple[Tensor, int]:
         """The logits after `ids`, and how many rows the tier gave."""
@@ -460,14 +459,14 @@ def test_whenever_a_process_is_killed_answers_are_right(
 def test_a_file_is_open_in_one_place(rows: FileRows, path: Path) -> None:
     """Until it is closed, also by nobody; asking leaves nobody's lock and no descriptor."""
     assert is_open(path)
-    with pytest.raises(TierError, match="is open in another minikv"):
+    says = "is open in another minikv"
+    with pytest.raises(TierError, match=says):
         FileRows.open(path)
-    code = (
-        "import sys; from pathlib import Path; from minikv.cache.tier_file import FileRows\n"
-        "try: FileRows.open(Path(sys.argv[1]))\n"
-        "except Exception as error: print(error)"
-    )
-    assert "is open in another minikv" in forked.run(str(path), code=code).out
+    code = """if True:
+        import sys; from pathlib import Path; from minikv.cache.tier_file import FileRows
+        try: FileRows.open(Path(sys.argv[1]))
+        except Exception as error: print(error)"""
+    assert says in forked.run(str(path), code=code).out
     add(rows, 0, 9)
     rows.close()
     gc.collect()
@@ -596,8 +595,7 @@ def test_a_tier_begins_with_the_rows_of_another(
     made[0].close()
     if named:
         made[1].close()
-        readers = [FileRows.open(tmp_path / "goal", shared=True) for _ in range(2)]
-        for reader in readers:
+        for reader in [FileRows.open(tmp_path / "goal", shared=True) for _ in range(2)]:
             expect(reader, 50)
             reader.close()
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from layouts import segment
 from refusals import failing, refused
 from small_chat import chat, held_of, reported, say, talked, verified
 from tiers import MILL, recalling
+from twins import contents
 
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull
@@ -30,19 +30,13 @@ def state(session: ChatSession) -> tuple[Any, ...]:
     """All that a chat is made of, bit by bit, but for what is known of the last answer."""
     arena, tier = session.engine.kv.arena, session.recall.tier
     assert tier is not None
-    columns = [
-        (name, i, h, segment(arena, name, i, h).tolist())
-        for name in arena.columns
-        for i in range(2)
-        for h in range(2)
-    ]
     rows = [
         {name: column.tolist() for name, column in tier.rows.read(i, tier.length).items()}
         for i in range(2)
     ]
     report = replace(reported(session), against_full=AgainstFull())
     talk = (list(session.fed), session.pending_token, list(session.messages), report)
-    return str(columns), str(rows), tier.length, session.recall.tokens, held_of(session), talk
+    return contents(arena), str(rows), tier.length, session.recall.tokens, held_of(session), talk
 
 
 def full_answer(session: ChatSession, tokens: int, temperature: float) -> list[int]:

@@ -1,13 +1,25 @@
-"""What the tests of caches and chats share: calls that fail once, and copies of a network."""
+"""What the tests of caches and chats share: all that an arena holds, calls that fail once, and the
+same network on a GPU."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from layouts import segment
+
+from minikv.cache.arena import Arena, Layout
 from minikv.models.llama import Llama
 from minikv.models.tensors import tensors_of
+
+
+def contents(arena: Arena) -> list[object]:
+    """Every table, and every column of the rows in use."""
+    heads = itertools.product(range(arena.layers), range(arena.heads))
+    tables = [getattr(arena.layout(), n).tolist() for n in Layout.__slots__]
+    return [tables, [[segment(arena, n, *at).tolist() for n in arena.columns] for at in heads]]
 
 
 class Nth:
