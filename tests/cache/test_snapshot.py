@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -228,34 +229,27 @@ def test_a_record_that_no_cache_wrote_is_refused(
         CacheSnapshot.read(record, held.columns)
 
 
-def test_a_row_at_a_position_that_was_not_read_is_refused(held: CacheSnapshot) -> None:
-    for wrong in (-1, 90, 2**40):
-        columns = {**held.columns, "pos": held.columns["pos"].clone()}
-        columns["pos"][7] = wrong if wrong < 2**31 else 2**31 - 1
-        with pytest.raises(ValueError, match="was not read"):
-            CacheSnapshot.read(held.record(), columns)
+def test_a_record_that_does_not_fit_its_rows_is_refused(held: CacheSnapshot) -> None:
+    """Also where a key is missing. A cache without positions has none to check."""
 
+    def stays_out(
+        says: str, record: Any, columns: dict[str, Tensor], error: Any = ValueError
+    ) -> None:
+        with pytest.raises(error, match=says):
+            CacheSnapshot.read(record, columns)
 
-def test_a_head_with_rows_of_another_ones_segment_is_refused(held: CacheSnapshot) -> None:
-    """As many rows in all, but of two heads one has more than its capacity."""
-    record = json.loads(json.dumps(held.record()))
+    record, others = json.loads(json.dumps(held.record())), dict(held.columns)
+    pos = others.pop("pos")
+    assert CacheSnapshot.read(record, others).columns.keys() == others.keys()
+    for wrong in (-1, 90, 2**31 - 1):
+        places = pos.clone()
+        places[7] = wrong
+        stays_out("was not read", record, {**others, "pos": places})
+    stays_out("every row", record, {**others, "pos": pos[1:]})
+    for key in record:
+        less = {name: value for name, value in record.items() if name != key}
+        stays_out(None, less, held.columns, KeyError)
+    # As many rows in all, but of two heads one has more than its capacity.
     one, more = record["length"][0], record["capacity"][0][0] - record["length"][0][0] + 1
     one[0], one[1] = one[0] + more, one[1] - more
-    with pytest.raises(ValueError, match="outside its segment"):
-        CacheSnapshot.read(record, held.columns)
-
-
-def test_a_cache_without_positions_has_none_to_check(held: CacheSnapshot) -> None:
-    columns = {name: column for name, column in held.columns.items() if name != "pos"}
-    found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
-    assert found.columns.keys() == columns.keys()
-
-
-def test_a_record_without_a_key_or_with_a_short_column_is_refused(held: CacheSnapshot) -> None:
-    for key in held.record():
-        record = held.record()
-        del record[key]
-        with pytest.raises(KeyError):
-            CacheSnapshot.read(record, held.columns)
-    with pytest.raises(ValueError, match="every row"):
-        CacheSnapshot.read(held.record(), {**held.columns, "pos": held.columns["pos"][1:]})
+    stays_out("outside its segment", record, held.columns)
