@@ -87,24 +87,15 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
     """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
     tiles = pytest.importorskip("minikv.kernels.gpu")
     columns = pytest.importorskip("minikv.kernels.mass.gpu")
-    seen: set[tuple[int, bool, int | None]] = set()
-    sums: set[tuple[int, int, int | None]] = set()
-
-    class Counting(Kernels):
-        @staticmethod
-        def ragged_prefill(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            q, rows, _, _, window = given
-            seen.add((q.shape[2], rows.width == 1, window))
-            return ragged.ragged_prefill(*given)
-
-        @staticmethod
-        def each_attention(*given: Any) -> torch.Tensor:
-            queries, parts, _ = given
-            sums.add((queries.q.shape[2], len(parts[0]), queries.window))
-            return mass.each_attention(*given)
-
+    ops: Any = Kernels()
+    ops.ragged_prefill = Mock(side_effect=ragged.ragged_prefill)
+    ops.each_attention = Mock(side_effect=mass.each_attention)
     shape = Shape(3, 2, 2 * group, 64, (None, 40, None), 1000)
-    launch_tiles(shape, Counting(), SimpleNamespace(evidence=Evidence(each_query=True)))
+    launch_tiles(shape, ops, SimpleNamespace(evidence=Evidence(each_query=True)))
+    launched = [call.args for call in ops.ragged_prefill.call_args_list]
+    seen = {(q.shape[2], rows.width == 1, window) for q, rows, _, _, window in launched}
+    summed = [call.args[:2] for call in ops.each_attention.call_args_list]
+    sums = {(queries.q.shape[2], len(parts[0]), queries.window) for queries, parts in summed}
     counts = range(1, 200)
     for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
         for window, (tile, called, kinds) in itertools.product(
@@ -122,16 +113,12 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
     """A short prompt behind rows that lie in segments, or are listed, has fewer queries than the
     policy observes."""
     columns = pytest.importorskip("minikv.kernels.mass.gpu")
-    seen: set[tuple[int, int, int | None]] = set()
-
-    class Counting(Kernels):
-        @staticmethod
-        def add_attention_mass(*args: Any, **more: Any) -> None:
-            seen.add((args[2].q.shape[2], len(args[3]), args[2].window))
-            mass.add_attention_mass(*args, **more)
-
+    ops: Any = Kernels()
+    ops.add_attention_mass = Mock(side_effect=mass.add_attention_mass)
     step = SimpleNamespace(observe=observe, prompt_history=0)
-    launch_tiles(Shape(2, 2, 4, 64, (None, 40), 1000), Counting(), None, step)
+    launch_tiles(Shape(2, 2, 4, 64, (None, 40), 1000), ops, None, step)
+    given = [call.args for call in ops.add_attention_mass.call_args_list]
+    seen = {(args[2].q.shape[2], len(args[3]), args[2].window) for args in given}
     for dtype, listed, window in itertools.product(
         (torch.bfloat16, torch.float32), (2, 3), (None, 40)
     ):
