@@ -49,12 +49,10 @@ def test_an_arena_takes_anothers_rows_where_it_has_its_shape() -> None:
 
 
 def test_an_arena_of_another_shape_is_not_taken() -> None:
-    mine = filled([60, 90], [[1, 1, 1], [1, 1, 1]], None)
-    wider = filled([60, 93], [[6, 0, 20], [3, 4, 5]], None)
-    more = mine.sharing({"sum": torch.float32, "count": torch.float32})
-    coded = filled([60, 90], [[6, 0, 20], [3, 4, 5]], torch.int8)
-    kind = mine.sharing({"sum": torch.float64})
-    for other in (wider, more, coded, kind):
+    mine, lengths = filled([60, 90], [[1, 1, 1], [1, 1, 1]], None), [[6, 0, 20], [3, 4, 5]]
+    others = [filled([60, 93], lengths, None), filled([60, 90], lengths, torch.int8)]
+    others.append(mine.sharing({"sum": torch.float32, "count": torch.float32}))
+    for other in (*others, mine.sharing({"sum": torch.float64})):
         other.length.fill_(5)
         assert not mine.take(other)
     assert mine.length.tolist() == [[1, 1, 1], [1, 1, 1]]

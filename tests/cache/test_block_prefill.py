@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from pairwise import some_by_day
+from refusals import refused
 from safetensors.torch import load_file
 from small import SOON, VOCAB, Walk, engine, ids, network
 from torch import Tensor
@@ -24,7 +26,7 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.errors import Interrupted, UsageError
+from minikv.errors import Interrupted
 from minikv.models.llama import Llama
 from minikv.policies.base import StepPolicy
 from minikv.policies.tova import Tova
@@ -37,12 +39,6 @@ STEPS = [name for name in policies.step_names() if name != "none"]
 @pytest.fixture(scope="module")
 def tensors() -> dict[str, Tensor]:
     return load_file(DATA / "parity.safetensors")
-
-
-def step(name: str, options: dict[str, object] | None = None) -> StepPolicy:
-    made = policies.step_policy(name, SOON.get(name) if options is None else options)
-    assert made is not None
-    return made
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -123,14 +119,7 @@ def test_a_stopped_prompt_leaves_no_trace(name: str) -> None:
         run.step(3)
     want = plain.prompt(ids(60, seed=1))
     for at in range(1, 12, 3):
-        calls = 0
-
-        def stop(done: int, total: int, at: int = at) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == at:
-                raise Interrupted("stopped", "")
-
+        stop = Mock(side_effect=[None] * (at - 1) + [Interrupted("stopped", "")])
         with pytest.raises(Interrupted):
             stopped.prompt(ids(60, seed=2), progress=stop)
     assert torch.equal(stopped.prompt(ids(60, seed=1)), want)
@@ -238,19 +227,14 @@ def test_easykv_blocks_then_steps(tensors: dict[str, Tensor]) -> None:
     ],
 )
 def test_what_does_not_go_together(given: dict[str, object], says: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        EvictionConfig.read(**given)  # type: ignore[arg-type]
-    assert says in str(refused.value)
+    refused(says, EvictionConfig.read, **given)
 
 
 def test_the_smallest_budget_counts_the_block(blocks: list[int]) -> None:
     """A policy that evicts before attention needs room for the block inside its cap."""
     net = network(rows=256)
-    with pytest.raises(UsageError, match="too small"):
-        strided(net, "hashevict", 30, 32)
-    with pytest.raises(UsageError) as refused:
-        strided(net, "hashevict", 30, 32)
-    assert "is 46 tokens per head" in refused.value.hint
+    found = refused("too small", strided, net, "hashevict", 30, 32)
+    assert "is 46 tokens per head" in found.hint
     run = strided(net, "hashevict", 46, 32)
     run.prompt(ids(200))
     assert {len(rows) for rows in kept(run.kv)} == {46}

@@ -20,19 +20,8 @@ def test_a_budget_is_shown_as_it_was_written(text: str) -> None:
     assert str(Budget.parse(text)) == text
 
 
-BAD = [
-    "",
-    "0",
-    "-3",
-    "12.5",
-    "120%",
-    "0%",
-    "64 apples",
-    "nan",
-    "1e3",
-    "9" * 5000,
-    "9" * 400 + "GiB",
-]
+BAD = ["", "0", "-3", "12.5", "120%", "0%", "64 apples", "nan", "1e3"]
+BAD += ["9" * 5000, "9" * 400 + "GiB"]
 
 
 @pytest.mark.parametrize("text", BAD)

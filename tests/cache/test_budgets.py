@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from pairwise import covering, pairwise
 from small import COMPOSITIONS, VOCAB, Walk, ids, least, network, over, parts, spell
-from torch import Tensor
+from views import build
 
 from minikv import policies
 from minikv.chat.eviction_config import EvictionConfig
@@ -20,7 +20,7 @@ from minikv.engine.sampling import Sampling
 from minikv.errors import UsageError
 from minikv.policies import registry
 from minikv.policies.base import PromptView
-from minikv.policies.parts import Candidates, PromptPolicy, smallest_budget
+from minikv.policies.parts import Candidates, smallest_budget
 
 PROMPTS = [name for name in policies.prompt_names() if name != "full"]
 COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turns", "l2+nacl+ada"]
@@ -30,8 +30,7 @@ COMPOSED = [*PROMPTS, "h2o+ada+pyramid", "kvcrush(adakv)", "snapkv+critical+turn
 @pytest.mark.parametrize("layers", [1, 2, 5, 32])
 def test_layers_sum_to_the_budget(name: str, layers: int) -> None:
     """Every integer budget up to 130 and some up to 4,096, for several lengths of a prompt."""
-    policy = policies.prompt_policy(name)
-    assert policy is not None
+    policy = build(name)
     smallest = smallest_budget(policy, None)
     for budget in (*range(smallest, 130), *range(130, 4097, 61)):
         for most in (budget, budget + 1, 2 * budget, 5000, 1 << 20):
@@ -42,23 +41,12 @@ def test_layers_sum_to_the_budget(name: str, layers: int) -> None:
             assert max(rows) <= max(most, budget)
 
 
-def shared(
-    policy: PromptPolicy, scores: Tensor, pos: Tensor, free: Tensor, total: int
-) -> list[int]:
-    """Rows per head; all [H, N]."""
-    view = PromptView(0, pos.shape[1], pos, 0, None, None, lambda: pos, lambda: pos)
-    rows = Candidates(view, policy.scorer, scores, free)
-    counts: list[int] = policy.heads.share(rows, torch.tensor(total), total).tolist()
-    return counts
-
-
 @pytest.mark.parametrize("name", COMPOSED)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_heads_sum_to_the_layers_total(name: str, data: st.DataObject) -> None:
     """Whatever the scores and the free rows: exact, and no head gets more than it has."""
-    policy = policies.prompt_policy(name)
-    assert policy is not None
+    policy = build(name)
     heads, rows = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 120))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     scores = torch.rand(heads, rows, generator=generator)
@@ -67,7 +55,9 @@ def test_heads_sum_to_the_layers_total(name: str, data: st.DataObject) -> None:
     free = torch.rand(heads, rows, generator=generator) < data.draw(st.floats(0.05, 1.0))
     total = data.draw(st.integers(0, heads * rows))
     pos = torch.arange(rows).expand(heads, rows)
-    counts = shared(policy, scores, pos, free, total)
+    view = PromptView(0, rows, pos, 0, None, None, lambda: pos, lambda: pos)
+    found = Candidates(view, policy.scorer, scores, free)
+    counts = policy.heads.share(found, torch.tensor(total), total).tolist()
     assert sum(counts) == min(total, int(free.sum()))
     assert all(0 <= n <= m for n, m in zip(counts, free.sum(1).tolist(), strict=True))
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from layouts import HEADS, SIZE, filled, random, segment
-from torch import Tensor
 
 from minikv.cache.compaction import Room, append_rows, gather_survivors
 from minikv.kernels.dispatch import Kernels
@@ -65,16 +64,11 @@ def test_survivors_are_copied_in_the_order_of_positions(
     ],
 )
 def test_how_segments_are_laid_out(room: Room, caps: list[int], sizes: list[int]) -> None:
-    tables = [torch.full((HEADS,), 99) for _ in range(5)]
-    start, length, capacity, cap, free_slot = tables
+    tables = tuple(torch.full((HEADS,), 99) for _ in range(5))
     numbers = room.floor, room.total, room.spare, room.all
-    Kernels().lay_out(
-        torch.tensor([7, 0, 2]), 40, (start, length, capacity, cap, free_slot), *numbers
-    )
-    assert start.tolist() == [40, 40 + sizes[0], 40 + sizes[0] + sizes[1]]
-    assert length.tolist() == [7, 0, 2]
-    assert (cap.tolist(), capacity.tolist()) == (caps, sizes)
-    assert free_slot.tolist() == [-1] * HEADS
+    Kernels().lay_out(torch.tensor([7, 0, 2]), 40, tables, *numbers)
+    start = [40, 40 + sizes[0], 40 + sizes[0] + sizes[1]]
+    assert [t.tolist() for t in tables] == [start, [7, 0, 2], sizes, caps, [-1] * HEADS]
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
@@ -111,16 +105,15 @@ class Bounded(Kernels):
         self.most: list[int] = []
 
     def gather_rows(self, *given: Any) -> None:
-        self._note(given[1], given[-1])
-        super().gather_rows(*given)
+        self._gather("gather_rows", *given)
 
     def gather_columns(self, *given: Any) -> None:
-        self._note(given[1], given[-1])
-        super().gather_columns(*given)
+        self._gather("gather_columns", *given)
 
-    def _note(self, count: Tensor, most: int) -> None:
-        assert int(count.max()) <= most
-        self.most.append(most)
+    def _gather(self, name: str, *given: Any) -> None:
+        assert int(given[1].max()) <= given[-1]
+        self.most.append(given[-1])
+        getattr(super(), name)(*given)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2])

@@ -19,9 +19,10 @@ from small import engine, ids, network
 from stepping import STEPS, pair
 from tape import NoWaiting, Tape
 from torch import Tensor
+from twins import contents
+from views import kept
 
 from minikv.cache import eviction
-from minikv.cache.arena import TABLES, Arena
 from minikv.cache.decode_step import DecodeStep
 from minikv.engine.capture import Eager
 from minikv.engine.engine import Engine
@@ -65,59 +66,59 @@ def test_slots_and_victims_are_those_of_single_steps(step: str) -> None:
     grown.agree()
 
 
-@pytest.mark.parametrize("step", STEPS)
-def test_windows_slide_on_the_device(step: str) -> None:
-    run = pair(Tape(), "full", step, 24, net=network(layers=2, windows=(None, 16)))
-    run.prompt(ids(20))
-    run.write(10)
-    run.agree()
+CODES: dict[str, Any] = {"kv": torch.int8}
+SLIDING: dict[str, Any] = {"windows": (None, 16), "steps": 10}
 
 
 @pytest.mark.parametrize(
     ("prompt", "step", "budget", "tokens", "more"),
     [
-        ("adakv", "roco", 44, 60, {"kv": torch.int8}),
-        ("adakv", "l2", 44, 60, {"kv": torch.int8}),
-        ("adakv", "none", 44, 60, {"kv": torch.int8}),
-        ("adakv", "hashevict", 48, 70, {"kv": torch.int8}),
-        ("snapkv+turns", "roco", 48, 70, {"kv": torch.int8}),
-        ("snapkv+turns", "l2", 48, 70, {}),
-        ("snapkv+turns", "tova", 48, 70, {}),
-        ("snapkv+turns", "hashevict", 48, 70, {}),
+        *(("full", step, 24, 20, SLIDING) for step in STEPS),
+        *(("adakv", step, 44, 60, CODES) for step in ("roco", "l2", "none")),
+        ("adakv", "hashevict", 48, 70, CODES),
+        ("snapkv+turns", "roco", 48, 70, CODES),
+        *(("snapkv+turns", step, 48, 70, {}) for step in ("l2", "tova", "hashevict")),
         ("full", "tova", 24, 22, {"options": {"per_head": True}}),
+        (
+            "full",
+            "none",
+            None,
+            12,
+            {"room": 4, "steps": 10},
+        ),  # it outgrows its segments
     ],
 )
-def test_codes_rows_that_leave_last_and_options(
+def test_windows_codes_rows_that_leave_last_and_options(
     prompt: str, step: str, budget: int, tokens: int, more: dict[str, Any]
 ) -> None:
-    run = pair(Tape(), prompt, step, budget, **more)
-    run.prompt(ids(tokens))
-    run.write(8)
+    net = network(layers=2, windows=more.get("windows"))
+    given = {name: more[name] for name in ("kv", "options") if name in more}
+    run = pair(Tape(), prompt, step, budget, net=net, **given)
+    run.prompt(ids(tokens), more.get("room", 256))
+    run.write(more.get("steps", 8))
     run.agree()
 
 
-def test_an_answer_that_outgrows_its_segments_and_heads_that_fill_up_one_by_one() -> None:
-    grown = pair(Tape())
-    grown.prompt(ids(12), room=4)
-    grown.write(10)
-    grown.agree()
-    run = pair(Tape(), "full", "tova", 44)
+@pytest.mark.parametrize(
+    ("step", "where", "cap", "held"),
+    [
+        ("tova", (slice(None), 1), 37, [[40, 37, 40]] * 2),  # a head, while the others grow
+        ("hashevict", 0, 36, [[36] * 3, [40] * 3]),  # a layer, by the query
+    ],
+)
+def test_what_is_full_gives_up_rows_while_others_grow(
+    step: str, where: Any, cap: int, held: list[list[int]]
+) -> None:
+    run = pair(Tape(), "full", step, 44)
+    run.here.kv.use(Kernels() if step == "hashevict" else run.here.kv.ops)
     run.prompt(ids(36))
     for made in (run.here, run.there):
-        made.kv.arena.cap[:, 1] = 37  # full while the others of its layer grow
-    run.write(10)
-    run.agree()
-
-
-def test_a_choice_by_the_query_leaves_layers_alone_that_have_room() -> None:
-    run = pair(Tape(), "full", "hashevict", 44)
-    run.here.kv.use(Kernels())
-    run.prompt(ids(36))
-    for made in (run.here, run.there):
-        made.kv.arena.cap[0] = 36  # full while the other layer grows
+        made.kv.arena.cap[where] = cap
     run.write(4)
+    assert run.here.kv.arena.held.tolist() == held
     run.agree()
-    assert run.here.kv.arena.held.tolist() == [[36] * 3, [40] * 3]
+    run.write(6)
+    run.agree()
 
 
 @pytest.mark.parametrize("step", ["none", *STEPS])
@@ -144,23 +145,11 @@ def test_a_step_that_is_not_ended_leaves_no_trace(step: str) -> None:
     made = engine(network(layers=2), "full", step, None if step == "none" else 24)
     made.prompt(ids(30 if step == "none" else 40))
     kv = made.kv
-    held = _held(kv.arena)
+    _, held = contents(kv.arena)
     decode = kv.begin_step()
     made.network.forward(torch.tensor([5]), decode)
     assert int(decode.eviction.position) == kv.position
-    after = _held(decode.eviction.arena)
-    for name, rows in held.items():
-        assert torch.equal(rows, after[name]), name
-
-
-def _held(arena: Arena) -> dict[str, Tensor]:
-    """The rows in use of every column, layer by layer."""
-    found: dict[str, Tensor] = {}
-    for layer in range(len(arena.start)):
-        index, live = arena.index(layer)
-        for name, column in arena.columns.items():
-            found[f"{name} {layer}"] = column[index[live]].clone()
-    return found
+    assert contents(decode.eviction.arena)[1] == held
 
 
 def test_a_new_row_inherits_nothing_from_the_row_it_overwrites() -> None:
@@ -215,15 +204,6 @@ def test_a_policy_sees_the_rows_that_may_leave(monkeypatch: pytest.MonkeyPatch) 
 # -- what kernels take over -----------------------------------------------------------------------
 
 
-def same(one: Arena, two: Arena) -> None:
-    """All tables, and all columns of the rows in use."""
-    for table in TABLES:
-        assert torch.equal(getattr(one, table), getattr(two, table)), table
-    theirs = _held(two)
-    for name, rows in _held(one).items():
-        assert torch.equal(rows, theirs[name]), name
-
-
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_that_is_stopped_at_any_line_counts_or_drops_the_cache(
     name: str, part: float
@@ -265,14 +245,14 @@ def test_a_step_that_is_stopped_at_any_line_counts_or_drops_the_cache(
                     run.prompt(ids(50))
                     for token in tokens[:2]:
                         run.step(token)
-                    same(run.kv.arena, again.kv.arena)
+                    assert contents(run.kv.arena) == contents(again.kv.arena)
                     dropped += 1
                     continue
                 if run.kv.position == 52:  # stopped before it began
                     run.step(tokens[2])
                 after = [run.step(token) for token in tokens[3:]]
                 assert torch.equal(torch.stack(after), torch.stack(want)), (at, error)
-                same(run.kv.arena, twin.kv.arena)
+                assert contents(run.kv.arena) == contents(twin.kv.arena)
     assert dropped
 
 
@@ -301,13 +281,12 @@ def test_torch_alone_evicts_what_kernels_do(
         for run in runs:
             run.step(token)
             assert int(run.kv.arena.free_slot.min()) >= -1
-        for layer in range(layers):
-            for head in range(3):
-                kept, *others = (run.kv.kept(layer, head).tolist() for run in runs)
-                assert others == [kept, kept]
-                assert kept[-1] == run.kv.position - 1
-                if windows == (12, None) and not layer:
-                    assert kept == [*range(kept[-1] - 10, kept[-1] + 1)]  # what the next token sees
+        held, *others = (kept(run.kv) for run in runs)
+        last = run.kv.position - 1
+        assert others == [held, held]
+        assert {rows[-1] for rows in held} == {last}
+        if windows == (12, None):
+            assert held[:3] == [[*range(last - 10, last + 1)]] * 3  # what the next token sees
 
 
 def test_what_a_graph_reads_stays_where_it_is() -> None:
@@ -326,9 +305,7 @@ def test_what_a_graph_reads_stays_where_it_is() -> None:
             held.append((decode.eviction.leaves_last, decode.eviction.shown))
             keys.append(decode.key)
             run.kv.settle()
-    assert keys[0] == keys[1]
-    assert keys[2] == keys[3]
-    assert keys[4] == keys[5]
+    assert keys[::2] == keys[1::2]
 
 
 # -- a kernel that computes all layers ------------------------------------------------------------

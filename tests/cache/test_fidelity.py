@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import Mock
 
 import pytest
 import small
 import torch
 from layouts import segment
+from refusals import failing
 from test_no_host_sync import FAR, GROUP, HEADS, SIZE, far, without_waiting
-from test_prefill import contents
 from tiers import served, tiered
+from twins import contents
+from views import kept
 
 from minikv import policies
 from minikv.cache.arena import Arena
@@ -93,8 +96,8 @@ def slow(net: Llama, run: Engine, ids: list[int]) -> tuple[float, list[float]]:
     """KL(full || hot) and the error of each layer, from a cache that evicts nothing."""
     tap = Tap(net)
     full = Engine(tap, small.scheduler(net)).prompt(ids)
-    kept = Kept(run)
-    hot = net.forward(torch.tensor(ids[-1:]), kept)
+    rows = Kept(run)
+    hot = net.forward(torch.tensor(ids[-1:]), rows)
     p, q = torch.softmax(full.double(), 0), torch.softmax(hot.double(), 0)
     kl = float(sum(a * (a.log() - b.log()) for a, b in zip(p, q, strict=True)))
     errors = []
@@ -106,7 +109,7 @@ def slow(net: Llama, run: Engine, ids: list[int]) -> tuple[float, list[float]]:
             k = segment(run.kv.arena, "k", layer, head)
             v = segment(run.kv.arena, "v", layer, head)
             mine[head] = list(zip(at, k, v, strict=True))
-        near = kept.mixed(layer, query, mine)
+        near = rows.mixed(layer, query, mine)
         errors.append(float((near - exact).norm() / exact.norm()))
     return kl, errors
 
@@ -145,12 +148,7 @@ def test_a_later_question_and_heads_without_the_tokens_row(policy: str) -> None:
         run.step(token)
     ids += [3, 4, *small.ids(9, seed=7)]
     found = run.fidelity(ids[-1], run.recall(ids), small.VOCAB)
-    shape = run.kv.shape
-    own = [
-        len(ids) - 1 in run.kv.kept(i, h).tolist()
-        for i in range(shape.layers)
-        for h in range(shape.kv_heads)
-    ]
+    own = [len(ids) - 1 in rows for rows in kept(run.kv)]
     assert all(own) == (policy == "snapkv")
     kl, errors = slow(net, run, ids)
     assert found.kl_first_token == pytest.approx(kl, rel=1e-3, abs=1e-6)
@@ -182,10 +180,7 @@ def test_an_error_in_the_middle_changes_no_bit() -> None:
     before = contents(run.kv.arena)
     last = LastToken(run.kv.shape, run.kv.arena, TOKENS - 1, run.kv.ops)
 
-    def fails(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    last._ops = type("Broken", (), {"ragged_attention": staticmethod(fails)})()
+    last._ops = Mock(ragged_attention=failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         net.forward(torch.tensor(ids[-1:]), last)
     assert contents(run.kv.arena) == before
@@ -202,11 +197,8 @@ def test_what_lost_nothing_is_zero_and_measuring_without_memory_changes_nothing(
     run = tiered(small.engine(net, "adakv", "roco", 48))
     logits = run.recall(ids)
 
-    def full(*args: object) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(LastToken, "output_errors", full)
+        patch.setattr(LastToken, "output_errors", failing(MemoryError()))
         with pytest.raises(MemoryError):
             run.fidelity(ids[-1], logits, small.VOCAB)
     run.step(3)  # the chat goes on; what was noted of the prompt is given back

@@ -11,6 +11,7 @@ from layouts import segment
 from small import ids, network, over
 from spy import Spy
 from torch import Tensor
+from views import build, kept
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -23,9 +24,7 @@ Seen = dict[int, tuple[Tensor, Tensor, Tensor]]  # by layer: scores, positions, 
 
 
 def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptPolicy, Seen]:
-    made = policies.prompt_policy(name, options)
-    assert made is not None
-    seen: Seen = {}
+    made, seen = build(name, options), Seen()
 
     def note(view: PromptView, scores: Tensor) -> None:
         seen[view.layer] = scores, view.pos, view.divide(*made.scorer.protected(view))[0]
@@ -35,7 +34,7 @@ def policy(name: str, options: dict[str, object] | None = None) -> tuple[PromptP
 
 def expected(
     seen: Seen, total: int, pinned: int, least: int, edge: int, turns: Any
-) -> list[list[list[int]]]:
+) -> list[list[int]]:
     """The positions that stay: protected rows, each head's best, the ends of turns, the best."""
     rows = []
     for layer, (scores, pos, protected) in seen.items():
@@ -53,10 +52,10 @@ def expected(
                 )
                 rows.append((i not in sure, not ends, -worth[i], -at[i], layer, h))
     rows.sort()
-    kept: list[list[list[int]]] = [[[] for _ in range(3)] for _ in seen]
+    stay: list[list[int]] = [[] for _ in range(3 * len(seen))]
     for *_, at_, layer, h in rows[:total]:
-        kept[layer][h].append(-at_)
-    return [[sorted(head) for head in layer] for layer in kept]
+        stay[3 * layer + h].append(-at_)
+    return [sorted(head) for head in stay]
 
 
 @pytest.mark.parametrize("kv", [None, torch.int8])
@@ -91,9 +90,9 @@ def test_the_best_rows_of_all_layers_stay(
         run.prompt(ids(50, seed=turn))
         edge = int(str(options.get("edge", 0)))
         want = expected(seen, 9 * 30, 2, least, edge, turns)
-        found = [[cache.kept(i, h).tolist() for h in range(3)] for i in range(3)]
+        found = kept(cache)
         assert found == want
-        sizes = [sum(map(len, layer)) for layer in found]
+        sizes = [sum(map(len, found[layer : layer + 3])) for layer in (0, 3, 6)]
         spread_out |= len({*sizes}) > 1
         assert sum(sizes) <= 270
         arena = cache.arena
@@ -101,7 +100,7 @@ def test_the_best_rows_of_all_layers_stay(
         for layer in range(3):
             for h in range(3):
                 pos = segment(arena, "pos", layer, h).tolist()
-                assert pos == sorted(pos) == found[layer][h]
+                assert pos == sorted(pos) == found[3 * layer + h]
                 for column in arena.extra:
                     assert bool(torch.isfinite(segment(arena, column, layer, h).float()).all())
         measured = any(lost is not None for lost in cache.state.outcome.lost)
@@ -109,34 +108,6 @@ def test_the_best_rows_of_all_layers_stay(
         for token in ids(6, seed=turn):
             assert bool(torch.isfinite(run.step(token)).all())
     assert spread_out
-
-
-@pytest.mark.parametrize("windows", [None, (24, None, 60)])
-def test_what_each_layer_lost_is_the_attention_of_the_rows_that_left(
-    windows: tuple[int | None, ...] | None,
-) -> None:
-    """The mean over a layer's heads, of every layer; what slid out of a window was not lost."""
-    net = network(windows=windows)
-    made = policies.prompt_policy("snapkv", {"window": 4, "kernel": 1})
-    assert made is not None
-    shares: dict[int, list[dict[int, float]]] = {}
-
-    def note(view: PromptView, scores: Tensor) -> None:
-        assert view.mass is not None
-        given = view.mass.mean(1).masked_fill(view.pos < 0, 0.0)
-        given = given / given.sum(1, keepdim=True)
-        rows = zip(view.pos.tolist(), given.tolist(), strict=True)
-        shares[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
-
-    spied = replace(made, scorer=Spy(made.scorer, note), layers=GlobalBudget())
-    run = Engine(net, over(net, Rules(spied, None, Budget.parse(15))))
-    for turn in range(2):
-        run.prompt(ids(60, seed=turn))
-        for layer, lost in enumerate(run.kv.state.outcome.lost):
-            heads = enumerate(shares[layer])
-            stayed = [sum(given[p] for p in run.kv.kept(layer, h).tolist()) for h, given in heads]
-            assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
-    assert len({*run.kv.state.outcome.lost}) == 3
 
 
 def test_the_tables_say_where_the_rows_lie() -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from small import PAIRS, by_day, engine, ids, network
 from torch import Tensor
 
 import minikv
 from minikv import kernels
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 from minikv.kernels.decode import plain_cpu as decode_cpu
 
 int8 = partial(engine, kv=torch.int8)
@@ -57,12 +57,11 @@ def test_three_turns_under_every_pair(prompt: str, step: str) -> None:
     before: dict[tuple[int, int, int], tuple[bytes, float]] = {}
     for turn in range(3):
         assert run.prompt(ids(90 - 40 * (turn > 0), seed=turn)).isfinite().all()
-        now = coded(run)
-        assert all(before[at] == now[at] for at in before.keys() & now.keys())
-        for token in ids(9, seed=turn):
-            assert run.step(token).isfinite().all()
-        now = coded(run)
-        assert all(before[at] == now[at] for at in before.keys() & now.keys())
+        for answer in ([], ids(9, seed=turn)):
+            for token in answer:
+                assert run.step(token).isfinite().all()
+            now = coded(run)
+            assert all(before[at] == now[at] for at in before.keys() & now.keys())
         before = now
 
 
@@ -128,5 +127,4 @@ def test_a_chat_with_codes_says_so_and_holds_about_half() -> None:
 
 
 def test_what_cannot_be_kept_is_refused() -> None:
-    with pytest.raises(UsageError, match="int3"):
-        minikv.load(kv="int3")
+    refused("int3", minikv.load, kv="int3")

@@ -5,27 +5,32 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from faults import Allocations, Fault
 from layouts import segment
 from pairwise import beside
+from refusals import failing, refused
 from small import FAMILIES, PAIRS, SOON, Dense, Walk, by_day, engine, ids, network, scheduler
 from tiers import tiered
 from torch import Tensor
+from views import kept
 
 from minikv import policies
 from minikv.cache.arena import Arena
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
-from minikv.cache.rules import Rules
 from minikv.cache.second_pass import SecondPass
 from minikv.cache.snapshot import Outcome
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.errors import ContextError, NumericsError, UsageError
+from minikv.errors import ContextError, NumericsError
 from minikv.models.llama import Llama
 
 
@@ -87,18 +92,10 @@ class MaskedDense:
     def advance(self, tokens: int) -> None:
         self.position += tokens
 
-    def hide_all_but_rows_of(self, kv: KVCache) -> None:
-        """Rows in memory right after a step are those that its query saw: a row chosen to leave
-        is overwritten by the next newcomer, before attention."""
+    def hide_all_but(self, kv: KVCache, rows: Callable[[int, int], Tensor]) -> None:
         for layer, heads in enumerate(self.hidden):
             for head in range(len(heads)):
-                rows = segment(kv.arena, "pos", layer, head).tolist()
-                heads[head] = set(range(kv.position)) - set(rows)
-
-    def hide_all_but_kept(self, kv: KVCache) -> None:
-        for layer, heads in enumerate(self.hidden):
-            for head in range(len(heads)):
-                heads[head] = set(range(kv.position)) - set(kv.kept(layer, head).tolist())
+                heads[head] = set(range(kv.position)) - set(rows(layer, head).tolist())
 
 
 KINDS: dict[str, dict[str, Any]] = {"": {}, "windows": {"windows": (20, None, 70)}} | FAMILIES
@@ -118,18 +115,20 @@ def test_an_evicted_cache_is_a_masked_full_cache(prompt: str, step: str, kind: s
 
     for turn in range(3):
         tokens = ids(90 - 30 * turn, seed=turn)
-        oracle.hide_all_but_kept(run.kv)
+        oracle.hide_all_but(run.kv, run.kv.kept)
         logits = run.prompt(tokens)
         compare(logits, tokens)
         if not turn and not any(net.config.windows):  # see `DenseAttend`
             assert torch.equal(logits, Dense(net).prompt(tokens))
         for token in ids(8, seed=50 + turn):
             if run.kv.rules.step is not None and run.kv.rules.step.block > 1:
-                oracle.hide_all_but_kept(run.kv)  # what leaves with the step is gone after it
+                oracle.hide_all_but(run.kv, run.kv.kept)  # what leaves with the step is then gone
                 got = run.step(token)
             else:
+                # Rows in memory right after a step are those that its query saw: a row chosen to
+                # leave is overwritten by the next newcomer, before attention.
                 got = run.step(token)
-                oracle.hide_all_but_rows_of(run.kv)
+                oracle.hide_all_but(run.kv, partial(segment, run.kv.arena, "pos"))
             compare(got, [token])
 
 
@@ -139,38 +138,19 @@ def test_a_stopped_prompt_leaves_no_trace(prompt: str, step: str) -> None:
     first turn, the others in the second."""
     net, late = network(rows=32), 2 * (PAIRS.index((prompt, step)) % 2)
 
-    class Stop(Exception):
-        pass
-
-    plain = engine(net, prompt, step, 48)
-    stopped = engine(net, prompt, step, 48)
+    plain, stopped = (engine(net, prompt, step, 48) for _ in range(2))
     for turn in range(2):
-        tokens = ids(70, seed=turn)
-        calls = 0
-
-        def count(done: int, total: int) -> None:
-            nonlocal calls
-            calls += 1
-
+        tokens, count = ids(70, seed=turn), Mock()
         want = plain.prompt(tokens, progress=count)
         twice = prompt.startswith("kvzip")  # it reads everything twice
-        assert calls == 3 * 3 * (1 + twice)  # layers x chunks
-        for at in range(1 + turn + late, calls + 1, 4):
-            seen = 0
-
-            def stop(done: int, total: int, at: int = at) -> None:
-                nonlocal seen
-                seen += 1
-                if seen == at:
-                    raise Stop
-
-            before = [stopped.kv.kept(0, h).tolist() for h in range(3)] if turn else None
-            with pytest.raises(Stop):
-                stopped.prompt(ids(75, seed=99 + at), progress=stop) if at % 4 > 1 else (
-                    stopped.prompt(tokens, progress=stop)
-                )
+        assert count.call_count == 3 * 3 * (1 + twice)  # layers x chunks
+        for at in range(1 + turn + late, count.call_count + 1, 4):
+            stop = Mock(side_effect=[None] * (at - 1) + [ZeroDivisionError])
+            before = kept(stopped.kv) if turn else None
+            with pytest.raises(ZeroDivisionError):
+                stopped.prompt(ids(75, seed=99 + at) if at % 4 > 1 else tokens, progress=stop)
             if turn:
-                assert [stopped.kv.kept(0, h).tolist() for h in range(3)] == before
+                assert kept(stopped.kv) == before
         assert torch.equal(stopped.prompt(tokens), want)
         for token in ids(12, seed=20 + turn):
             assert torch.equal(stopped.step(token), plain.step(token))
@@ -182,7 +162,7 @@ def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatc
     a new one. That needs no memory."""
     monkeypatch.setattr(KVCache, "attend_unrotated", None)
     net = network()
-    run, other = engine(net, "adakv", step, 48), engine(net, "adakv", step, 48)
+    run, other = (engine(net, "adakv", step, 48) for _ in range(2))
     other.prompt(ids(100))
     attend = run.kv.attend
     for broken in range(3):
@@ -216,14 +196,11 @@ def test_nan_logits_stop_the_turn() -> None:
     run = engine(net, "adakv", "roco", 48)
     run.prompt(ids(100))
     run.step(3)
-    kept = run.kv.kept(0, 0)
+    before = kept(run.kv)
     net.norm[0] = float("nan")
-    with pytest.raises(NumericsError, match="reading"):
-        run.prompt(ids(9))
-    assert run.kv.position == 101
-    assert torch.equal(run.kv.kept(0, 0), kept)
-    with pytest.raises(NumericsError, match="writing"):
-        run.step(1)
+    refused("reading", run.prompt, ids(9), error=NumericsError)
+    assert (run.kv.position, kept(run.kv)) == (101, before)
+    refused("writing", run.step, 1, error=NumericsError)
     assert run.kv.position == 0
     net.norm[0] = 1.0
     assert torch.isfinite(run.prompt(ids(100))).all()
@@ -232,33 +209,24 @@ def test_nan_logits_stop_the_turn() -> None:
 def test_context_is_refused_not_cut() -> None:
     run = engine(network(max_context=64), "full", "none", None)
     run.prompt(ids(60))
-    with pytest.raises(ContextError, match="5 tokens do not fit: 4 of 64"):
-        run.prompt(ids(5))
+    refused("5 tokens do not fit: 4 of 64", run.prompt, ids(5), error=ContextError)
     assert run.kv.position == 60
     for token in ids(4):
         run.step(token)
-    with pytest.raises(ContextError):
-        run.step(1)
+    refused("", run.step, 1, error=ContextError)
 
 
 def test_answers_without_eviction_outgrow_their_room() -> None:
     """`--decode none` keeps every row of the answer, however long it is."""
     net = network()
-    run = engine(net, "adakv", "none", 48)
-    dense = engine(net, "full", "none", None)
-    run.prompt(ids(100))
-    dense.prompt(ids(100))
-    for token in ids(300, seed=2):
-        run.step(token)
-        dense.step(token)
+    run, dense, oracle = engine(net, "adakv", "none", 48), engine(net, budget=None), Dense(net)
+    for each in (run, dense, oracle):
+        each.prompt(ids(100))  # type: ignore[attr-defined]
+        for token in ids(300, seed=2):
+            assert each.step(token).isfinite().all()  # type: ignore[attr-defined]
     assert run.kv.stats().kept_mean == 48 + 300
     assert dense.kv.stats().kept_min == 400
-    oracle = Dense(net)
-    oracle.prompt(ids(100))
-    for token in ids(300, seed=2):
-        want = oracle.step(token)
     torch.testing.assert_close(dense.step(7), oracle.step(7))
-    assert want.isfinite().all()
 
 
 def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> None:
@@ -266,16 +234,15 @@ def test_configure_takes_effect_at_the_next_prompt_and_gives_memory_back() -> No
     run = engine(net, "full", "none", None)
     run.prompt(ids(400))
     big = run.kv.stats().allocated_bytes
-    small = scheduler(net, "adakv", "roco", 40)
-    run.kv.configure(small.rules)
+    small = scheduler(net, "adakv", "roco", 40).rules
+    run.kv.configure(small)
     assert run.kv.stats().kept_min == 400
     run.prompt(ids(5))
     assert run.kv.stats().kept_mean == 40
     assert run.kv.stats().allocated_bytes < big / 2
     run.step(1)
-    with pytest.raises(UsageError, match="too small"):
-        run.kv.configure(Rules(small.rules.prompt, small.rules.step, Budget.parse(1)))
-    assert run.kv.rules.prompt is small.rules.prompt
+    refused("too small", run.kv.configure, replace(small, budget=Budget.parse(1)))
+    assert run.kv.rules.prompt is small.prompt
     run.step(2)
     run.reset()
     assert run.kv.stats().allocated_bytes == 0
@@ -287,20 +254,10 @@ def test_without_memory_for_its_columns_a_policy_is_not_taken(
     run = engine(network(), "adakv", "h2o", 48)
     run.prompt(ids(60))
     before, columns = run.kv.rules.step, dict(run.kv.arena.columns)
-
-    def fail(*given: object, **more: object) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr("minikv.cache.arena.torch.zeros", fail)
+        patch.setattr("minikv.cache.arena.torch.zeros", failing(MemoryError()))
         with pytest.raises(MemoryError):
-            run.kv.configure(
-                Rules(
-                    policies.prompt_policy("adakv"),
-                    policies.step_policy("roco"),
-                    run.kv.rules.budget,
-                )
-            )
+            run.kv.configure(replace(run.kv.rules, step=policies.step_policy("roco")))
     assert run.kv.rules.step is before
     assert run.kv.arena.columns.keys() == columns.keys()
     assert all(run.kv.arena.columns[name] is column for name, column in columns.items())
@@ -309,16 +266,10 @@ def test_without_memory_for_its_columns_a_policy_is_not_taken(
 @pytest.mark.parametrize("step", policies.step_names())
 def test_official_rounding_may_exceed_the_budget(step: str) -> None:
     """The authors' rounding drifts by up to half a row a head, and the arena has place for it."""
-    drifts = set()
+    drifts, options = set(), {"rounding": "official", "alpha": 0.5, "window": 4}
     for seed in range(8):
         net = network(heads=12, kv_heads=6, head_dim=4, seed=seed)
-        run = engine(
-            net,
-            "adakv",
-            step,
-            32,
-            prompt_options={"rounding": "official", "alpha": 0.5, "window": 4},
-        )
+        run = engine(net, "adakv", step, 32, prompt_options=options)
         run.prompt(ids(100), room=2)
         drifts |= set((run.kv.arena.held.sum(1) - 6 * 32).tolist())
         for token in ids(3):
@@ -332,12 +283,8 @@ def test_a_share_is_of_the_prompt_that_was_read() -> None:
     """Not of one that was stopped; after `configure`, of the conversation that is evicted next."""
     net = network()
     run = engine(net, "adakv", "roco", "20%")
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run.prompt(ids(900), progress=stop)
+        run.prompt(ids(900), progress=failing(KeyboardInterrupt()))
     assert run.kv.state.rows is None
     run.prompt(ids(400))
     assert run.kv.state.rows == run.kv.stats().kept_mean == 80
@@ -346,8 +293,7 @@ def test_a_share_is_of_the_prompt_that_was_read() -> None:
 
     run = engine(net, "full", "none", None)
     run.prompt(ids(380))
-    small = scheduler(net, "adakv", "roco", "20%")
-    run.kv.configure(small.rules)
+    run.kv.configure(scheduler(net, "adakv", "roco", "20%").rules)
     run.prompt(ids(20))
     assert run.kv.stats().kept_mean == 80
     run.reset()
@@ -377,8 +323,7 @@ def test_a_layer_without_room_for_what_is_protected_is_refused() -> None:
     nothing beside the window; minikv's own line leaves it a row."""
     options: dict[str, object] = {"window": 8}
     run = engine(network(), "pyramidkv", "none", 12, prompt_options=options | {"line": "official"})
-    with pytest.raises(UsageError, match="leaves a layer 8 tokens per head, of which 8 are"):
-        run.prompt(ids(90))
+    refused("leaves a layer 8 tokens per head, of which 8 are", run.prompt, ids(90))
     assert run.kv.position == 0
     run = engine(network(), "pyramidkv", "none", 12, prompt_options=options)
     run.prompt(ids(90))
@@ -394,16 +339,14 @@ def test_a_cut_cache_has_never_seen_the_rest(step: str, window: int | None) -> N
         runner.prompt(tokens)
         for token in ids(9, seed=1):
             runner.step(token)
-    places = [(layer, head) for layer in range(2) for head in range(2)]
-    before = [some.kv.kept(*place) for place in places]
+    before = kept(some.kv)
     some.kv.cut(55)
     all_rows.kv.cut(55)
     if window == 30:  # its layer has lost rows that the tokens before 55 need
         assert some.kv.position == all_rows.kv.position == 0
         return
     some.kv.cut(55)  # once more changes nothing
-    for place, kept in zip(places, before, strict=True):
-        assert torch.equal(some.kv.kept(*place), kept[kept < 55])
+    assert kept(some.kv) == [[p for p in rows if p < 55] for rows in before]
     assert (some.kv.stats().seen, some.kv.state.turns) == (55, ((0, 55),))
     assert some.prompt(ids(7, seed=2)).isfinite().all()
     fresh = Dense(net)
@@ -444,11 +387,8 @@ def test_a_step_that_an_interrupt_left_drops_the_cache(then: str) -> None:
     run.kv.settle()
     assert run.kv.position == 60
     run.kv.begin_step()  # and nothing ended it
-    if then == "step":
-        with pytest.raises(RuntimeError, match="interrupted"):
-            run.step(1)
-    else:
-        getattr(run.kv, then)()
+    with pytest.raises(RuntimeError, match="interrupted") if then == "step" else nullcontext():
+        run.step(1) if then == "step" else getattr(run.kv, then)()
     assert (run.kv.position, run.kv.stats().kept_max) == (0, 0)
 
 
@@ -471,15 +411,11 @@ def test_the_smallest_budget_beside_pins_is_what_the_message_says(step: str) -> 
     """Without a step policy nothing but the prompt policy's own rows lies among the pinned ones."""
     options: dict[str, object] = {"window": 8, "sinks": 0}
     need = 5 + 8 + 1
-    for budget in (need, need - 1):
-        run = engine(network(), "snapkv", step, budget, prompt_options=options)
-        if budget == need:
-            run.kv.pin(5)
-            run.prompt(ids(60))
-        else:
-            with pytest.raises(UsageError) as refused:
-                run.kv.pin(5)
-            assert f"is {need} tokens" in refused.value.hint
+    run = engine(network(), "snapkv", step, need, prompt_options=options)
+    run.kv.pin(5)
+    run.prompt(ids(60))
+    run = engine(network(), "snapkv", step, need - 1, prompt_options=options)
+    assert f"is {need} tokens" in refused("", run.kv.pin, 5).hint
 
 
 def test_what_fits_a_window_and_the_budget_is_not_judged() -> None:
@@ -495,13 +431,17 @@ def test_what_fits_a_window_and_the_budget_is_not_judged() -> None:
     assert run.kv.state.outcome.shaped
 
 
-@pytest.mark.parametrize("name", ["l2", "streaming", "snapkv", "snapkv+global"])
+UNASKED = {*"streaming l2 keydiff expected kvzip kvzip+ ada-expected random".split()}
+"""Prompt policies that judge without the question."""
+
+
+@pytest.mark.parametrize("name", [*policies.prompt_names(), "snapkv+global"])
 def test_a_question_decided_what_stayed_where_it_was_looked_at(name: str) -> None:
-    run = engine(network(), name, "none", 40)
+    run = engine(network(), name, "none", None if name == "full" else 80)
     run.prompt(ids(30))
     assert not run.kv.stats().shaped
     run.prompt(ids(80, seed=1))
-    assert run.kv.stats().shaped == ("snapkv" in name)
+    assert run.kv.stats().shaped == (name not in {"full", *UNASKED})
 
 
 def test_rows_that_go_back_to_the_old_addresses_are_the_same_rows() -> None:
@@ -510,12 +450,9 @@ def test_rows_that_go_back_to_the_old_addresses_are_the_same_rows() -> None:
     there.kv.keeps_addresses = True
     places = set()
     for turn in range(3):
-        for token in (ids(50, seed=turn), *ids(4, seed=9)):
-            got, want = (
-                each.step(token) if isinstance(token, int) else each.prompt(token)
-                for each in (there, here)
-            )
-            assert torch.equal(got, want)
+        assert torch.equal(*(each.prompt(ids(50, seed=turn)) for each in (there, here)))
+        for token in ids(4, seed=9):
+            assert torch.equal(there.step(token), here.step(token))
         places.add(there.kv.arena.columns["k"].data_ptr())
     assert len(places) == 1
 
@@ -588,11 +525,9 @@ def test_a_window_that_ends_with_a_later_prompt_has_lost_its_first_row(
     run.prompt(ids(first), room=60)
     run.prompt(ids(second, seed=1))
     end = first + second
-    for layer, window in enumerate((70, end + 1, 70)):
-        for head in range(3):
-            assert run.kv.kept(layer, head).tolist() == list(range(max(0, end - window + 1), end))
-    held = run.kv.stats().held_bytes
-    assert held <= run.kv.stats().full_bytes
+    begins = (max(0, end - window + 1) for window in (70, end + 1, 70) for head in range(3))
+    assert kept(run.kv) == [[*range(begin, end)] for begin in begins]
+    assert run.kv.stats().held_bytes <= run.kv.stats().full_bytes
 
 
 @pytest.mark.parametrize("grows", [False, True], ids=["a prompt", "a step"])
@@ -604,10 +539,9 @@ def test_an_arena_is_gone_before_its_memory_is_given_back(
     run.prompt(ids(40), room=4)
     old, gone = weakref.ref(run.kv._arena.columns["k"]), list[bool]()
     monkeypatch.setattr(KVCache, "_give_back", lambda kv, size: gone.append(old() is None))
-    if grows:
-        for token in ids(6):
-            run.step(token)
-    else:
+    for token in ids(6 * grows):
+        run.step(token)
+    if not grows:
         run.prompt(ids(30, seed=2), room=4)
     assert gone == [True]
 

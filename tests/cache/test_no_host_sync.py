@@ -19,6 +19,7 @@ from tape import NoWaiting
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from twins import on_cuda
 
 from minikv import policies
 from minikv.cache.arena import Arena
@@ -32,9 +33,7 @@ from minikv.cache.stats import Shape
 from minikv.engine.engine import Engine
 from minikv.models.llama import Llama
 from minikv.models.rope import RopeConfig, Rotation
-from minikv.models.tensors import tensors_of
 from minikv.policies import Option, Value, registry
-from minikv.policies.base import StepPolicy
 from minikv.policies.options import options_of
 from minikv.policies.parts import policy_columns
 
@@ -173,17 +172,8 @@ def walk(names: Sequence[str]) -> list[Any]:
 
 
 # After the methods, what they do not bring together.
-MIXED = [
-    "snapkv+critical",
-    "l2+critical+turns",
-    "nacl+critical",
-    "l2+nacl",
-    "h2o+ada+kvcrush",
-    "l2+ada+kvcrush+critical",
-    "tova+pyramid+nacl",
-    "snapkv+global",
-    "snapkv+uniform",
-]
+MIXED = ["snapkv+critical", "l2+critical+turns", "nacl+critical", "l2+nacl", "h2o+ada+kvcrush"]
+MIXED += ["l2+ada+kvcrush+critical", "tova+pyramid+nacl", "snapkv+global", "snapkv+uniform"]
 PROMPTS = walk([*policies.prompt_names(), *MIXED])
 STEPS = [
     case(name, given | ({"window": 1} if "buffer" in given and name in ("rkv", "vase") else {}))
@@ -204,33 +194,35 @@ def read(
     prompt: str, options: Mapping[str, object], step: str, own: Mapping[str, object], before: bool
 ) -> None:
     """A layer of a prompt; `before`: into a cache of uneven heads with free slots."""
-    chosen = policies.prompt_policy(prompt, options)
-    stepper = policies.step_policy(step, own)
-    columns = policy_columns(chosen, stepper)
+    rules = Rules(policies.prompt_policy(prompt, options), policies.step_policy(step, own), ROWS)
+    turns = [(0, 30), (30, 90)] if before else [(0, 60)]
+    totals = None if rules.prompt is None else [120] * LAYERS
+    pool = 120 if rules.shares_layers else None
+    given = {"turns": turns, "totals": totals, "needed": [400] * LAYERS, "pool": pool}
+    layer(Prefill, rules, None, before, (60,), given)
+
+
+def layer(
+    kind: type[Prefill] | type[BlockPrefill],
+    rules: Rules,
+    window: int | None,
+    before: bool,
+    chunks: tuple[int, ...],
+    planned: dict[str, Any],
+) -> None:
+    """A layer of a prompt of 60 tokens, which come in chunks."""
+    columns = policy_columns(rules.prompt, rules.step)
     arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
-    setup = Setup(
-        Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (None,) * LAYERS, 4096),
-        Rules(chosen, stepper, ROWS),
-        torch.float32,
-        torch.float32,
-        Silent(),
-        lambda layer: far(HEADS, GROUP, SIZE, HIDDEN),
-        ROTATION,
-    )
-    plan = Plan(
-        position=30 * before,
-        tokens=60,
-        turns=[(0, 30), (30, 90)] if before else [(0, 60)],
-        before=RowsBefore(uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS), []),
-        totals=None if chosen is None else [120] * LAYERS,
-        spare=1,
-        needed=[400] * LAYERS,
-        visible=[160] * LAYERS,
-        pool=120 if setup.rules.shares_layers else None,
-    )
-    one = Prefill(setup, plan, arena, arena.fresh(plan.needed, columns))
+    shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (window,) * LAYERS, 4096)
+    dtypes, output = (torch.float32,) * 2, lambda layer: far(HEADS, GROUP, SIZE, HIDDEN)
+    setup = Setup(shape, rules, *dtypes, Silent(), output, ROTATION)
+    held = RowsBefore(uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS), [])
+    usual = {"position": 30 * before, "tokens": 60, "before": held, "spare": 1}
+    plan = Plan(**usual, visible=[160] * LAYERS, **planned)
+    one = kind(setup, plan, arena, arena.fresh(plan.needed, columns))
     with without_waiting():
-        one.stage(0, *(far(60, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
+        for size in chunks:
+            one.stage(0, *(far(size, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
         one.finish(0)
 
 
@@ -257,35 +249,10 @@ BLOCKS = [case(*p.values, night=p.values[1] != {}) for p in STEPS if p.values[0]
 def test_blocks(name: str, options: dict[str, object]) -> None:
     """A prompt in blocks: behind others; with the defaults also into an empty cache, with a
     window."""
-    made = policies.step_policy(name, options)
-    assert made is not None
-    blocks(made, None, 40, before=True)
-    if not options:
-        blocks(made, 30, 40, before=False)
-
-
-def blocks(step: StepPolicy, window: int | None, cap: int, *, before: bool) -> None:
-    """A layer of a prompt that is read in blocks."""
-    columns = dict(step.columns)
-    arena = Arena(LAYERS, HEADS, SIZE, torch.float32, FAR, columns, rows=[400] * LAYERS)
-    plan = Plan(
-        position=30 * before,
-        tokens=60,
-        rows=cap,
-        before=RowsBefore(uneven(LAYERS, HEADS) if before else empty(LAYERS, HEADS), []),
-        floor=cap,
-        spare=1,
-        needed=[HEADS * (cap + 1)] * LAYERS,
-        visible=[160] * LAYERS,
-    )
-    shape = Shape(LAYERS, HEADS, HEADS * GROUP, SIZE, (window,) * LAYERS, 4096)
-    rules = Rules(None, step, ROWS, 16)
-    setup = Setup(shape, rules, torch.float32, torch.float32, Silent(), rotary=ROTATION)
-    one = BlockPrefill(setup, plan, arena, arena.fresh(plan.needed, columns))
-    with without_waiting():
-        for size in (32, 28):
-            one.stage(0, *(far(size, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS)))
-        one.finish(0)
+    rules = Rules(None, policies.step_policy(name, options), ROWS, 16)
+    for window, before in [(None, True), (30, False)][: 2 - bool(options)]:
+        given = {"rows": 40, "floor": 40, "needed": [HEADS * 41] * LAYERS}
+        layer(BlockPrefill, rules, window, before, (32, 28), given)
 
 
 # -- on a GPU ---------------------------------------------------------------------------------
@@ -329,10 +296,7 @@ def strictly(method: Callable[..., object]) -> Callable[..., object]:
 @pytest.mark.parametrize(("prompt", "step"), by_day(PAIRS))
 def test_three_prompts_on_a_gpu(prompt: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts into an empty cache, behind an answer, and behind another."""
-    here = network(layers=2, head_dim=16)
-    net = Llama(here.config, rows=here.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(tensors_of(net), tensors_of(here), strict=True):
-        mine.copy_(theirs)
+    net = on_cuda(network(layers=2, head_dim=16))
     like = scheduler(net, prompt, step, None if prompt == "full" and step == "none" else 72)
     kv = KVCache(like.shape, like.rules, device="cuda", output=like.output, rotary=net.rotation)
     made = Engine(net, kv, None)

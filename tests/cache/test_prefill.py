@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import small
 import torch
 from faults import Allocations, Fault
-from layouts import HEADS, SIZE, filled, random, segment
+from layouts import HEADS, SIZE, filled, random
 from spy import Spy
 from torch import Tensor
+from twins import contents
+from views import build, kept
 
-from minikv import policies
-from minikv.cache.arena import Arena, Layout
 from minikv.cache.budget import Budget
 from minikv.cache.earlier import EarlierRows
 from minikv.cache.kv_cache import KVCache
@@ -26,13 +25,6 @@ from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.parts import PromptPolicy
-
-
-def contents(arena: Arena) -> list[object]:
-    """Every table, and every column of the rows in use."""
-    heads = itertools.product(range(arena.layers), range(arena.heads))
-    tables = [getattr(arena.layout(), n).tolist() for n in Layout.__slots__]
-    return [tables, [[segment(arena, n, *at).tolist() for n in arena.columns] for at in heads]]
 
 
 @pytest.mark.parametrize(
@@ -111,16 +103,18 @@ class Asks(Scorer):
         return view.pos.float()
 
 
-def asking(budget: int = 20, **given: Any) -> tuple[Engine, Asks, small.Llama]:
-    net, scorer = small.network(rows=16, **given), Asks()
-    policy = PromptPolicy(name="asks", scorer=scorer)
-    return Engine(net, small.over(net, Rules(policy, None, Budget.parse(budget)))), scorer, net
+def reading(scorer: Scorer) -> Engine:
+    """An engine whose prompts this scorer judges, in chunks of 16 tokens."""
+    net, policy = small.network(rows=16), PromptPolicy(name="asks", scorer=scorer)
+    return Engine(net, small.over(net, Rules(policy, None, Budget.parse(20))))
 
 
-def test_each_query_and_the_length_of_its_input_are_shown() -> None:
+@pytest.mark.parametrize("tokens", [50, 33])  # the last chunk has two tokens, or one
+def test_each_query_and_the_length_of_its_input_are_shown(tokens: int) -> None:
     """The queries' attention sums to the mass; the lengths are those of the normed input."""
-    run, scorer, net = asking()
-    for i, layer in enumerate(net.layers):
+    scorer = Asks()
+    run = reading(scorer)
+    for i, layer in enumerate(run.network.layers):  # type: ignore[attr-defined]
         layer.attention_norm.fill_(1.0 + i)
     states: dict[int, list[Tensor]] = {}
     watch = Prefill._watch
@@ -132,12 +126,12 @@ def test_each_query_and_the_length_of_its_input_are_shown() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Prefill, "_watch", listen)
-        run.prompt(small.ids(50))
+        run.prompt(small.ids(tokens))
     assert {*scorer.seen} == {*states} == {0, 1, 2}
     for at, view in scorer.seen.items():
         assert view.mass is not None
         given = torch.stack(scorer.given[at])
-        assert given.shape == (3, 2, 5, 50)
+        assert given.shape == (3, 2, 5, tokens)
         torch.testing.assert_close(given.sum(3), torch.ones(3, 2, 5))
         torch.testing.assert_close(given.sum(2), view.mass)
         want = torch.cat(states[at])[-5:].norm(dim=-1)
@@ -224,20 +218,23 @@ class Later(Scorer):
 @pytest.mark.parametrize(("tokens", "counted"), [(49, 49), (50, 50), (51, 1), (80, 30)])
 def test_the_first_queries_are_counted_where_there_are_no_others(tokens: int, counted: int) -> None:
     scorer = Later()
-    net = small.network(rows=16)
-    policy = PromptPolicy(name="later", scorer=scorer)
-    run = Engine(net, small.over(net, Rules(policy, None, Budget.parse(20))))
+    run = reading(scorer)
     run.prompt(small.ids(tokens))
     run.prompt(small.ids(30))
     assert scorer.counts == [counted] * 3 + [30 - max(0, 50 - tokens)] * 3
 
 
-@pytest.mark.parametrize("name", ["snapkv", "snapkv+global", "snapkv+ada"])
-def test_what_each_layer_lost_is_told(name: str) -> None:
+SLIDING = (24, None, 60)
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [*((f"snapkv{part}", SLIDING) for part in ("", "+global", "+ada")), ("snapkv+global", None)],
+)
+def test_what_each_layer_lost_is_told(name: str, windows: tuple[int | None, ...] | None) -> None:
     """Of the attention of the last queries, the mean over a layer's heads; what slid out of a
     window was not lost."""
-    made = policies.prompt_policy(name, {"window": 4, "kernel": 1})
-    assert made is not None
+    made = build(name, {"window": 4, "kernel": 1})
     given: dict[int, list[dict[int, float]]] = {}
 
     def note(view: PromptView, scores: Tensor) -> None:
@@ -248,19 +245,20 @@ def test_what_each_layer_lost_is_told(name: str) -> None:
         given[view.layer] = [dict(zip(pos, row, strict=True)) for pos, row in rows]
 
     made = replace(made, scorer=Spy(made.scorer, note))
-    net = small.network(windows=(24, None, 60))
+    net = small.network(windows=windows)
     run = Engine(net, small.over(net, Rules(made, None, Budget.parse(15))))
     for turn in range(2):
         run.prompt(small.ids(60, seed=turn))
         for layer, lost in enumerate(run.kv.state.outcome.lost):
-            held = [run.kv.kept(layer, h).tolist() for h in range(3)]
+            held = kept(run.kv)[3 * layer :][:3]
             stayed = [sum(map(given[layer][h].get, held[h])) for h in range(3)]
             assert lost == pytest.approx(1 - sum(stayed) / 3, abs=1e-5)
             assert lost > 0.01
+    assert len({*run.kv.state.outcome.lost}) == 3
 
 
 def test_a_layer_that_holds_nothing_has_no_earlier_rows() -> None:
     arena = filled([60, 60], [[1, 1, 1], [1, 0, 0]], None)
     arena.free_slot[1, 0] = arena.start[1, 0]
-    assert EarlierRows.of(Kernels(), arena, arena.layout(), 0) is not None
-    assert EarlierRows.of(Kernels(), arena, arena.layout(), 1) is None
+    found = [EarlierRows.of(Kernels(), arena, arena.layout(), layer) for layer in range(2)]
+    assert [rows is None for rows in found] == [False, True]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 import torch
+from refusals import refused
 
 from minikv import policies
 from minikv.cache.plan import Prompt, Setup, repeats
 from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.errors import ContextError, UsageError
+from minikv.errors import ContextError
 from minikv.policies.repeats import Wording
 
 SHAPE = Shape(4, 2, 4, 8, (None, 20, None, None), 1000)
@@ -24,12 +24,8 @@ def rules(policy: str, decode: str = "none", budget: str = "100", stride: int = 
 
 
 def test_a_policy_needs_a_budget_and_none_needs_none() -> None:
-    for pair in (
-        {"prompt": policies.prompt_policy("adakv")},
-        {"step": policies.step_policy("h2o")},
-    ):
-        with pytest.raises(UsageError, match="needs a budget"):
-            Rules(**pair)  # type: ignore[arg-type]
+    refused("needs a budget", Rules, prompt=policies.prompt_policy("adakv"))
+    refused("needs a budget", Rules, step=policies.step_policy("h2o"))
     assert not Rules().evicts
     assert Rules().cannot_recall is None
 
@@ -42,8 +38,7 @@ def test_the_least_budget_has_room_for_pins_that_are_no_sinks() -> None:
     assert [made.least(n) - made.least() for n in (0, 3, 4, 5, 20)] == [0, 0, 0, 1, 16]
     made.refuse_pins(0, 1)  # nothing is pinned
     made.refuse_pins(20, made.least(20))
-    with pytest.raises(UsageError, match=f"is {made.least(20)} tokens per head"):
-        made.refuse_pins(20, made.least(20) - 1)
+    refused(f"is {made.least(20)} tokens per head", made.refuse_pins, 20, made.least(20) - 1)
 
 
 def test_a_budget_in_bytes_counts_what_the_policies_keep_and_int8_is_smaller() -> None:
@@ -59,10 +54,8 @@ def test_a_share_is_of_what_was_read_and_may_be_too_small() -> None:
     made = rules("snapkv", budget="50%")
     assert made.takes_share
     assert made.budget_rows(400, SHAPE, torch.float32) == 200
-    with pytest.raises(
-        UsageError, match="which is 10 tokens per head here, is too small for snapkv"
-    ):
-        made.budget_rows(20, SHAPE, torch.float32)
+    says = "which is 10 tokens per head here, is too small for snapkv"
+    refused(says, made.budget_rows, 20, SHAPE, torch.float32)
 
 
 def test_layers_share_what_pyramidkv_says_and_a_window_bounds_it() -> None:
@@ -88,14 +81,11 @@ def test_what_always_has_room_is_not_read_twice() -> None:
         prompt = Prompt(position=position, tokens=tokens, rows=rows, asks=asks)
         return len(repeats(prompt, setup))
 
-    assert not texts(100, 0, asks=False)
-    assert texts(101, 0, asks=False)
-    assert texts(50, 51, asks=False)
-    assert not texts(50, 51, asks=True)
-    assert texts(101, 51, asks=True)
+    told = [(100, 0, False), (101, 0, False), (50, 51, False), (50, 51, True), (101, 51, True)]
+    assert [texts(n, at, asks=asks) > 0 for n, at, asks in told] == [0, 1, 1, 0, 1]
     assert not texts(500, 0, asks=False, which=rules("snapkv"))
-    with pytest.raises(ContextError, match="5 of 106 positions are left"):
-        texts(101, 0, asks=False, most=106)
+    says = "5 of 106 positions are left"
+    refused(says, texts, 101, 0, asks=False, most=106, error=ContextError)
     assert not texts(500, 0, asks=False, which=replace(made, prompt=None, budget=None))
 
 

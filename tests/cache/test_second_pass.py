@@ -13,10 +13,12 @@ import pytest
 import torch
 from layouts import segment
 from pairwise import pairwise
+from refusals import refused
 from small import ids, network, over
 from spy import Spy
 from torch import Tensor
-from views import kept
+from twins import contents
+from views import build, kept
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -81,8 +83,7 @@ def made(
     words: Wording = WORDS,
     **options: object,
 ) -> tuple[Engine, dict[int, PromptView]]:
-    policy = policies.prompt_policy(name, options)
-    assert policy is not None
+    policy = build(name, options)
     seen: dict[int, PromptView] = {}
 
     def note(view: PromptView, scores: Tensor) -> None:
@@ -173,10 +174,9 @@ def test_scores_are_those_of_a_full_softmax(
         window = net.config.windows[layer]
         assert torch.equal(view.live, torch.arange(60).expand_as(view.pos) > 60 - (window or 99))
         torch.testing.assert_close(view.peak.double(), worth[layer], rtol=2e-4, atol=1e-6)
-    assert run.kv.position == 60
-    assert len(seen) == 3
+    assert (run.kv.position, len(seen)) == (60, 3)
     for token in ids(5):
-        assert bool(torch.isfinite(run.step(token)).all())
+        assert run.step(token).isfinite().all()
 
 
 def filed(run: Engine, path: Path, *, staged: bool = False) -> FileRows:
@@ -192,12 +192,7 @@ def filed(run: Engine, path: Path, *, staged: bool = False) -> FileRows:
 
 def same(one: Engine, other: Engine) -> None:
     """All rows with all of their columns, bit for bit."""
-    a, b = one.kv.arena, other.kv.arena
-    assert kept(one.kv) == kept(other.kv)
-    for layer, head in itertools.product(range(a.layers), range(a.heads)):
-        for name in a.columns:
-            mine, theirs = segment(a, name, layer, head), segment(b, name, layer, head)
-            assert torch.equal(mine, theirs), (name, layer, head)
+    assert contents(one.kv.arena) == contents(other.kv.arena)
 
 
 def test_every_head_keeps_the_same_where_that_is_asked_for() -> None:
@@ -223,12 +218,11 @@ def test_columns_come_from_the_prompt_itself(policy: str, once: str, step: str) 
     full.prompt(ids(60))
     columns = policies.step_policy(step)
     names = ["k", "v", *(columns.columns if columns is not None else ())]
-    for layer in range(3):
-        for h in range(3):
-            at = segment(run.kv.arena, "pos", layer, h).long()
-            for name in names:
-                mine = segment(run.kv.arena, name, layer, h)
-                assert torch.equal(mine, segment(full.kv.arena, name, layer, h)[at]), name
+    for layer, h in itertools.product(range(3), range(3)):
+        at = segment(run.kv.arena, "pos", layer, h).long()
+        for name in names:
+            mine = segment(run.kv.arena, name, layer, h)
+            assert torch.equal(mine, segment(full.kv.arena, name, layer, h)[at]), name
 
 
 def test_nothing_is_repeated_where_nothing_is_short() -> None:
@@ -344,8 +338,7 @@ def test_a_shorter_chunk_where_few_positions_are_left() -> None:
     assert heard.texts[1:] == texts(ids(60), 4, 35 - asked)
     assert max(map(len, heard.texts[1:])) <= 35
     run, _ = made(network(max_context=87), "kvzip", 15)
-    with pytest.raises(ContextError, match="27 of 87 positions are left for that"):
-        run.prompt(ids(60))
+    refused("27 of 87 positions are left for that", run.prompt, ids(60), error=ContextError)
     assert run.kv.position == 0
 
 
@@ -428,27 +421,22 @@ def test_a_file_that_fails_is_said_and_changes_nothing(
     same(run, twin)
 
 
-def more(run: Engine, tokens: int, position: int, *, asks: bool) -> int:
-    """Tokens that are read to score so many."""
-    cost = run.kv.scoring_cost(tokens, position, asks=asks)
-    return cost.tokens
-
-
 def test_what_a_prompt_is_scored_with_is_known_before_it_is_read() -> None:
+    def more(tokens: int, position: int = 0, *, asks: bool = False) -> int:
+        return run.kv.scoring_cost(tokens, position, asks=asks).tokens
+
     run, _ = made(network(), "kvzip", 15, chunk=25)
     whole = sum(map(len, texts(ids(60), 4, 25)))
-    assert more(run, 60, 0, asks=False) == whole
-    assert more(run, 7, 0, asks=False) == 0  # less than half of the budget
-    assert more(run, 7, 60, asks=True) == 0
+    # 7 tokens are less than half of the budget.
+    assert (more(60), more(7), more(7, 60, asks=True)) == (whole, 0, 0)
     assert not run.kv.scoring
-    shared, _ = made(network(), "kvzip", 15, chunk=25)
-    shared.kv.configure(Rules(shared.kv.rules.prompt, None, Budget.parse("50%")))
-    assert more(shared, 60, 0, asks=False) == whole
+    run, _ = made(network(), "kvzip", 15, chunk=25)
+    run.kv.configure(Rules(run.kv.rules.prompt, None, Budget.parse("50%")))
     # Under its own share a text takes all of the budget, never less than half of it.
-    assert more(shared, 60, 10_000, asks=True) == 0
+    assert (more(60), more(60, 10_000, asks=True)) == (whole, 0)
     # A share is counted once, by the first prompt under it.
-    shared.prompt(ids(100))
-    assert shared.kv.state.rows == 50
-    assert more(shared, 27, 100, asks=True) > 0
-    shared.prompt(ids(27), asks=True)
-    assert shared.kv.state.rows == 50
+    run.prompt(ids(100))
+    assert run.kv.state.rows == 50
+    assert more(27, 100, asks=True) > 0
+    run.prompt(ids(27), asks=True)
+    assert run.kv.state.rows == 50

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import failing, refused
 from small import PAIRS, by_day, engine, ids, network
 from torch import Tensor
+from views import kept
 
 from minikv.cache.budget import Budget
 from minikv.cache.kv_cache import KVCache
@@ -19,7 +21,6 @@ from minikv.cache.snapshot import CacheSnapshot
 from minikv.cache.stats import CacheStats
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 
 Trace = list[Tensor]
 
@@ -29,10 +30,7 @@ def go_on(run: Engine, seed: int) -> Trace:
     trace: Trace = []
 
     def note(logits: Tensor) -> None:
-        trace.append(logits)
-        kv = run.kv
-        heads = [(i, h) for i in range(kv.shape.layers) for h in range(kv.shape.kv_heads)]
-        trace.extend(kv.kept(*where) for where in heads)
+        trace.extend((logits, *map(torch.tensor, kept(run.kv))))
 
     for turn in range(2):
         note(run.prompt(ids(21 - 10 * turn, seed=seed + turn)))
@@ -111,8 +109,8 @@ def test_a_cache_goes_on_under_other_policies_as_if_they_were_set_after_it() -> 
     assert other.kv.rules.prompt is later.prompt
     assert same(go_on(other, 5), want)
     before = other.kv.snapshot()
-    with pytest.raises(UsageError, match="too small"):
-        other.kv.restore(held, then, under=Rules(later.prompt, later.step, Budget.parse(1)))
+    small = replace(later, budget=Budget.parse(1))
+    refused("too small", other.kv.restore, held, then, under=small)
     assert other.kv.position == before.state.position
     assert other.kv.rules.prompt is later.prompt
 
@@ -141,11 +139,8 @@ def test_no_memory_for_the_old_cache_changes_nothing(monkeypatch: pytest.MonkeyP
     for each in (run, twin):
         each.prompt(ids(30, seed=1))
 
-    def refuse(self: Any, *like: Any) -> Tensor:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr("minikv.cache.arena.Arena._blank", refuse)
+        patch.setattr("minikv.cache.arena.Arena._blank", failing(MemoryError()))
         with pytest.raises(MemoryError):
             put_back(run.kv, held)
     assert same(go_on(run, 5), go_on(twin, 5))
@@ -157,16 +152,11 @@ def test_a_restart_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     run.prompt(ids(50))
     kv = run.kv
     before = (kv.rules, kv.position)
-
-    def fails() -> None:
-        raise MemoryError
-
     with monkeypatch.context() as short:
-        short.setattr(kv, "settle", fails)
-        with pytest.raises(MemoryError):
-            kv.reset(Rules())
-        with pytest.raises(MemoryError):
-            kv.reset()
+        short.setattr(kv, "settle", failing(MemoryError()))
+        for rules in ([Rules()], []):
+            with pytest.raises(MemoryError):
+                kv.reset(*rules)
     assert (kv.rules, kv.position) == before
     kv.reset(Rules())
     assert (kv.rules.prompt, kv.position) == (None, 0)
@@ -193,26 +183,13 @@ def test_a_cache_that_claims_more_room_than_any_has_is_not_taken() -> None:
     run = engine(network(), "adakv", "roco", 48)
     run.prompt(ids(90))
     held = run.kv.snapshot()
-    region = (*held.region[:-1], 1 << 40)
     with pytest.raises(ValueError, match="belongs to another network"):
-        put_back(run.kv, replace(held, region=region))
+        put_back(run.kv, replace(held, region=(*held.region[:-1], 1 << 40)))
     put_back(run.kv, held)
 
 
 def through_json(held: CacheSnapshot) -> CacheSnapshot:
     return CacheSnapshot.read(json.loads(json.dumps(held.record())), held.columns)
-
-
-def spoil(record: dict[str, Any], key: str, value: object) -> None:
-    """Put a value at `key`, "length.0.1" for one in a table."""
-    name, *path = key.split(".")
-    if not path:
-        record[name] = value
-        return
-    table = record[name]
-    for step in path[:-1]:
-        table = table[int(step)]
-    table[int(path[-1])] = value
 
 
 @pytest.fixture
@@ -222,87 +199,57 @@ def held() -> CacheSnapshot:
     return run.kv.snapshot()
 
 
+# Of each key, "length.0.1" for one in a table, what no cache says. Nothing else bounds a peak; a
+# capacity may have more than 64 bits, or be negative when it is added to the start.
+FORGED: dict[str, list[object]] = {
+    **{"position": [-1, 2.5, True, 1 << 70], "peak": [1 << 62, -1, "much"], "pinned": [None]},
+    **{"turns": [3, [[0]], [[0, "a"]]], "rows": ["48"], "evict_s": ["1"], "shaped": [None]},
+    **{"lost": [{"0": 1}, ["x"]], "region": [[], [0, 5]], "region.1": [10**9], "region.2": [0]},
+    **{"start": ["abc", [[0.5]]], "start.0.0": [-3], "start.1.0": [0], "length": [[[[1]]]]},
+    **{"length.0.1": [-1, 10**6, 1], "cap.0.0": [2**41, -1], "capacity": [[[1]]], "hole": [None]},
+    **{"capacity.0.0": [10**6, 2**63, 2**64], "capacity.1.0": [2**63 - 5]},
+    "hole.0.0": [10**6, -2],
+}
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
-    [
-        ("position", -1),
-        ("position", 2.5),
-        ("position", True),
-        ("position", 1 << 70),
-        ("peak", 1 << 62),  # nothing else bounds it
-        ("peak", -1),
-        ("turns", 3),
-        ("turns", [[0]]),
-        ("turns", [[0, "a"]]),
-        ("pinned", None),
-        ("rows", "48"),
-        ("peak", "much"),
-        ("evict_s", "1"),
-        ("lost", {"0": 1}),
-        ("lost", ["x"]),
-        ("shaped", None),
-        ("region", []),
-        ("region", [0, 5]),
-        ("region.1", 10**9),
-        ("region.2", 0),
-        ("start.0.0", -3),
-        ("start.1.0", 0),
-        ("length.0.1", -1),
-        ("length.0.1", 10**6),
-        ("length.0.1", 1),
-        ("capacity.0.0", 10**6),
-        ("capacity.0.0", 2**63),  # more than 64 bits
-        ("capacity.0.0", 2**64),
-        ("capacity.1.0", 2**63 - 5),  # added to the start, it is negative
-        ("cap.0.0", 2**41),
-        ("capacity", [[1]]),
-        ("cap.0.0", -1),
-        ("hole.0.0", 10**6),
-        ("hole.0.0", -2),
-        ("start", "abc"),
-        ("start", [[0.5]]),
-        ("hole", None),
-        ("length", [[[1]]]),
-    ],
+    [pytest.param(key, one, id=f"{key}={one}") for key, some in FORGED.items() for one in some],
 )
 def test_a_record_that_no_cache_wrote_is_refused(
     held: CacheSnapshot, key: str, value: object
 ) -> None:
-    record = json.loads(json.dumps(held.record()))
+    table = record = json.loads(json.dumps(held.record()))
     CacheSnapshot.read(record, held.columns)
-    spoil(record, key, value)
+    *path, last = [int(step) if step.isdigit() else step for step in key.split(".")]
+    for step in path:
+        table = table[step]
+    table[last] = value
     with pytest.raises((ValueError, TypeError)):
         CacheSnapshot.read(record, held.columns)
 
 
-def test_a_row_at_a_position_that_was_not_read_is_refused(held: CacheSnapshot) -> None:
-    for wrong in (-1, 90, 2**40):
-        columns = {**held.columns, "pos": held.columns["pos"].clone()}
-        columns["pos"][7] = wrong if wrong < 2**31 else 2**31 - 1
-        with pytest.raises(ValueError, match="was not read"):
-            CacheSnapshot.read(held.record(), columns)
+def test_a_record_that_does_not_fit_its_rows_is_refused(held: CacheSnapshot) -> None:
+    """Also where a key is missing. A cache without positions has none to check."""
 
+    def stays_out(
+        says: str, record: Any, columns: dict[str, Tensor], error: Any = ValueError
+    ) -> None:
+        with pytest.raises(error, match=says):
+            CacheSnapshot.read(record, columns)
 
-def test_a_head_with_rows_of_another_ones_segment_is_refused(held: CacheSnapshot) -> None:
-    """As many rows in all, but of two heads one has more than its capacity."""
-    record = json.loads(json.dumps(held.record()))
+    record, others = json.loads(json.dumps(held.record())), dict(held.columns)
+    pos = others.pop("pos")
+    assert CacheSnapshot.read(record, others).columns.keys() == others.keys()
+    for wrong in (-1, 90, 2**31 - 1):
+        places = pos.clone()
+        places[7] = wrong
+        stays_out("was not read", record, {**others, "pos": places})
+    stays_out("every row", record, {**others, "pos": pos[1:]})
+    for key in record:
+        less = {name: value for name, value in record.items() if name != key}
+        stays_out(None, less, held.columns, KeyError)
+    # As many rows in all, but of two heads one has more than its capacity.
     one, more = record["length"][0], record["capacity"][0][0] - record["length"][0][0] + 1
     one[0], one[1] = one[0] + more, one[1] - more
-    with pytest.raises(ValueError, match="outside its segment"):
-        CacheSnapshot.read(record, held.columns)
-
-
-def test_a_cache_without_positions_has_none_to_check(held: CacheSnapshot) -> None:
-    columns = {name: column for name, column in held.columns.items() if name != "pos"}
-    found = CacheSnapshot.read(json.loads(json.dumps(held.record())), columns)
-    assert found.columns.keys() == columns.keys()
-
-
-def test_a_record_without_a_key_or_with_a_short_column_is_refused(held: CacheSnapshot) -> None:
-    for key in held.record():
-        record = held.record()
-        del record[key]
-        with pytest.raises(KeyError):
-            CacheSnapshot.read(record, held.columns)
-    with pytest.raises(ValueError, match="every row"):
-        CacheSnapshot.read(held.record(), {**held.columns, "pos": held.columns["pos"][1:]})
+    stays_out("outside its segment", record, held.columns)

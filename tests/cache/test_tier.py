@@ -13,9 +13,10 @@ import small
 import torch
 from faults import Allocations, Fault
 from layouts import segment
-from test_prefill import contents
 from tiers import Runtime, tiered
 from torch import Tensor
+from twins import contents, on_cuda
+from views import kept
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -25,11 +26,21 @@ from minikv.cache.tier import Copies, Tier, TierSteps
 from minikv.cache.tier_file import FileRows, Header
 from minikv.cache.tier_rows import Memory, RamRows, columns_of
 from minikv.engine.engine import Engine
-from minikv.models.tensors import tensors_of
 
 # They need the queries of all tokens, or read everything twice.
 UNSERVED = {"h2o", "expected", "ada-expected", "kvzip", "kvzip+"}
 SERVED = sorted({*policies.prompt_names()} - {"full", *UNSERVED})
+
+
+def rows_of(tier: Tier) -> list[dict[str, Tensor]]:
+    """A copy of the columns of both layers, of 150 tokens."""
+    return [{n: t.clone() for n, t in tier.rows.read(i, 150).items()} for i in range(2)]
+
+
+def unchanged(tier: Tier, before: list[dict[str, Tensor]]) -> None:
+    for now, then in zip(rows_of(tier), before, strict=True):
+        assert now.keys() == then.keys()
+        assert all(torch.equal(column, then[name]) for name, column in now.items())
 
 
 def talk(run: Engine, turns: int, ids: list[int]) -> list[torch.Tensor]:
@@ -58,9 +69,8 @@ def test_recall_is_reading_anew(policy: str, windows: tuple[int | None, ...] | N
     logits = talk(run, 3, ids)[-1]
     anew = small.engine(net, policy, "roco", 60)
     torch.testing.assert_close(logits, anew.prompt(ids, turn_tokens=14), atol=1e-4, rtol=1e-4)
+    assert kept(run.kv) == kept(anew.kv)
     layers, heads = range(net.config.layers), range(net.config.kv_heads)
-    for at in itertools.product(layers, heads):
-        assert run.kv.kept(*at).tolist() == anew.kv.kept(*at).tolist()
     for name, column in run.kv.arena.columns.items():
         other = anew.kv.arena.columns[name]
         for layer, head in itertools.product(layers, heads):
@@ -85,9 +95,7 @@ def test_only_the_queries_of_the_last_turn_choose() -> None:
     anew, wide = (small.engine(net, "adakv", "roco", 60) for _ in range(2))
     anew.prompt(whole, turn_tokens=len(question))
     wide.prompt(whole)
-    heads = list(itertools.product(range(2), range(kv.shape.kv_heads)))
-    assert [kv.kept(*at).tolist() for at in heads] == [anew.kv.kept(*at).tolist() for at in heads]
-    assert [kv.kept(*at).tolist() for at in heads] != [wide.kv.kept(*at).tolist() for at in heads]
+    assert kept(kv) == kept(anew.kv) != kept(wide.kv)
 
 
 @pytest.mark.parametrize("coded", [False, True])
@@ -99,15 +107,14 @@ def test_a_staged_tier_is_the_same_as_one_that_is_the_staging_buffer(coded: bool
         assert run.kv.tier is not None
         run.kv.tier._copies = copies or run.kv.tier._copies
         logits = talk(run, 3, small.ids(150))
-        heads = itertools.product(range(3), range(run.kv.shape.kv_heads))
-        found.append((logits, [run.kv.kept(*at).tolist() for at in heads]))
-    (exact, kept), (one, its), (two, others) = found
+        found.append((logits, kept(run.kv)))
+    (exact, rows), (one, its), (two, others) = found
     assert all(map(torch.equal, one, two))
     assert its == others
     assert torch.equal(exact[0], one[0])  # the first prompt attends to what was not rounded
     for a, b in zip(exact, one, strict=True):
         assert (a - b).abs().max() <= coded * 0.25 * a.abs().max()
-    assert coded or kept == its
+    assert coded or rows == its
 
 
 def test_int8_rows_under_the_budget_come_from_the_exact_tier() -> None:
@@ -124,8 +131,7 @@ def test_pinned_rows_stay() -> None:
     run = tiered(small.engine(small.network(layers=2), "adakv", "roco", 60))
     run.kv.pin(12)
     talk(run, 2, small.ids(150))
-    for at in itertools.product(range(2), range(run.kv.shape.kv_heads)):
-        assert set(range(12)) <= set(run.kv.kept(*at).tolist())
+    assert all({*range(12)} <= {*rows} for rows in kept(run.kv))
 
 
 def test_no_failure_changes_the_tier_or_the_rows() -> None:
@@ -286,7 +292,7 @@ def test_a_lent_tier_gives_its_rows_and_keeps_none(in_file: bool, tmp_path: Path
     run.recall(ids)
     tier = run.kv.tier
     assert tier is not None
-    before = [{n: t.clone() for n, t in tier.rows.read(i, 150).items()} for i in range(2)]
+    before = rows_of(tier)
     lent = Tier(tier.shape, tier.dtype, tier.device, rows=tier.rows, lent=True)
     other.kv.tier, lent.length = lent, 100
     asked = [*ids[:100], *small.ids(20, seed=3)]
@@ -294,9 +300,7 @@ def test_a_lent_tier_gives_its_rows_and_keeps_none(in_file: bool, tmp_path: Path
     torch.testing.assert_close(other.recall(asked), want, atol=1e-4, rtol=1e-4)
     refusal = "another chat's tier cannot store this one's rows"
     assert (lent.length, str(lent.failed)) == (100, refusal)
-    for layer, columns in enumerate(before):
-        for name, column in tier.rows.read(layer, 150).items():
-            assert torch.equal(column, columns[name])
+    unchanged(tier, before)
     if rows is not None:
         rows.close()
 
@@ -305,15 +309,10 @@ def test_a_lent_tier_gives_its_rows_and_keeps_none(in_file: bool, tmp_path: Path
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("coded", [False, True])
 def test_a_tier_on_a_gpu_answers_as_on_a_cpu(coded: bool) -> None:
-    from minikv.models.llama import Llama
-
     here = small.network(layers=3)
-    there = Llama(here.config, rows=here.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(tensors_of(there), tensors_of(here), strict=True):
-        mine.copy_(theirs)
     ids, answer, question = small.ids(150), small.ids(5, seed=1), small.ids(9, seed=2)
     found = []
-    for net in (here, there):
+    for net in (here, on_cuda(here)):
         run = tiered(small.engine(net, "adakv", "roco", 60), coded=coded)
         first = run.recall(ids)
         for token in answer:
@@ -337,10 +336,7 @@ def test_steps_are_those_of_a_cache_without_eviction(
     run.recall(list(ids))
     tier = run.kv.tier
     assert tier is not None
-    before = [
-        {name: column.clone() for name, column in tier.rows.read(layer, 150).items()}
-        for layer in range(2)
-    ]
+    before = rows_of(tier)
     dense = small.Dense(net)
     want = [dense.prompt(ids), *(dense.step(token) for token in more)]
     steps = TierSteps(tier, 149, run.kv.ops)
@@ -352,6 +348,4 @@ def test_steps_are_those_of_a_cache_without_eviction(
         else:
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert tier.length == 150
-    for layer, columns in enumerate(before):
-        for name, column in tier.rows.read(layer, 150).items():
-            assert torch.equal(column, columns[name])
+    unchanged(tier, before)

@@ -12,6 +12,7 @@ import random
 import shutil
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import forked
 import pytest
 import small
 import torch
+from refusals import failing
 from tiers import Runtime, tiered
 from torch import Tensor
+from twins import Nth
 
 from minikv.cache import tier_file
-from minikv.cache.tier import Rows, Tier, copy_rows
+from minikv.cache.tier import Rows, copy_rows
 from minikv.cache.tier_file import FileRows, Header, is_open
 from minikv.cache.tier_rows import Columns, Memory, RamRows, TierError, columns_of
 from minikv.chat.transcript import shared
@@ -100,12 +103,12 @@ def test_rows_come_back_in_this_process_and_in_the_next(rows: FileRows, path: Pa
 
 
 def test_nothing_new_is_nothing_to_write(rows: FileRows, path: Path) -> None:
-    add(rows, 0, 20)
-    rows.sync()
-    before = [(file.name, file.stat().st_mtime_ns) for file in path.iterdir()]
-    add(rows, 20, 20)
-    rows.sync()
-    assert [(file.name, file.stat().st_mtime_ns) for file in path.iterdir()] == before
+    written = []
+    for have in (0, 20):
+        add(rows, have, 20)
+        rows.sync()
+        written.append([(file.name, file.stat().st_mtime_ns) for file in path.iterdir()])
+    assert written[0] == written[1]
     expect(rows, 20)
 
 
@@ -218,8 +221,7 @@ class Chat:
         except TierError as error:
             self.told.append(error)
             return
-        self.run.kv.tier = tier = Tier(shape, NET.dtype, self.run.kv.device, rows=self.rows)
-        tier.length = self.rows.rows
+        tiered(self.run, rows=self.rows).kv.tier.length = self.rows.rows  # type: ignore[union-attr]
 
     def answer(self, ids: list[int]) -> tuple[Tensor, int]:
         """The logits after `ids`, and how many rows the tier gave."""
@@ -374,18 +376,6 @@ def test_every_altered_byte_is_found(rows: FileRows, path: Path, part: float) ->
             found.close()
 
 
-class Nth:
-    """`real`, but the n-th call fails."""
-
-    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
-        self.real, self.number, self.n, self.code = real, number, n, code
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        if next(self.number) == self.n:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*given, **named)
-
-
 FULL, SILENT, READ_ONLY = errno.ENOSPC, errno.EIO, errno.EROFS
 CALLS = [("posix_fallocate", FULL), ("pwritev", FULL), ("preadv", SILENT), ("fdatasync", SILENT)]
 CALLS += [("fsync", SILENT), ("replace", READ_ONLY), ("mkdir", READ_ONLY)]
@@ -469,14 +459,14 @@ def test_whenever_a_process_is_killed_answers_are_right(
 def test_a_file_is_open_in_one_place(rows: FileRows, path: Path) -> None:
     """Until it is closed, also by nobody; asking leaves nobody's lock and no descriptor."""
     assert is_open(path)
-    with pytest.raises(TierError, match="is open in another minikv"):
+    says = "is open in another minikv"
+    with pytest.raises(TierError, match=says):
         FileRows.open(path)
-    code = (
-        "import sys; from pathlib import Path; from minikv.cache.tier_file import FileRows\n"
-        "try: FileRows.open(Path(sys.argv[1]))\n"
-        "except Exception as error: print(error)"
-    )
-    assert "is open in another minikv" in forked.run(str(path), code=code).out
+    code = """if True:
+        import sys; from pathlib import Path; from minikv.cache.tier_file import FileRows
+        try: FileRows.open(Path(sys.argv[1]))
+        except Exception as error: print(error)"""
+    assert says in forked.run(str(path), code=code).out
     add(rows, 0, 9)
     rows.close()
     gc.collect()
@@ -543,17 +533,12 @@ def test_a_file_without_a_name_is_gone_with_the_process_and_is_not_brought_to_th
 def test_a_file_that_cannot_be_begun_is_not_there(
     path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def fail(*given: object) -> int:
-        raise error
-
     before = opened()
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises((TierError, KeyboardInterrupt)):
-        FileRows.create(path, HEADER)
-    assert not path.exists()
-    monkeypatch.setattr(os, "unlink", fail)  # of one without a name
-    with pytest.raises((TierError, KeyboardInterrupt)):
-        FileRows.create(path, HEADER, named=False)
+    for call in ("fsync", "unlink"):  # of one without a name
+        monkeypatch.setattr(os, call, failing(error))
+        with pytest.raises((TierError, KeyboardInterrupt)):
+            FileRows.create(path, HEADER, named=call == "fsync")
+        assert call == "unlink" or not path.exists()
     assert opened() == before
 
 
@@ -569,14 +554,11 @@ def test_a_tier_moves_on_its_own_disk_alone(
         goal.write_text("old")
     elif there == "a tier":
         FileRows.create(goal, HEADER).close()
-    for code, told in ((errno.EXDEV, None), (errno.EACCES, OSError)):
-        with monkeypatch.context() as patch:
+    for code in (errno.EXDEV, errno.EACCES):
+        told = nullcontext() if code == errno.EXDEV else pytest.raises(OSError)
+        with monkeypatch.context() as patch, told:
             patch.setattr(os, "rename", Nth(os.rename, itertools.count(), 0, code))
-            if told is None:
-                assert not rows.move(goal)
-            else:
-                with pytest.raises(told):
-                    rows.move(goal)
+            assert not rows.move(goal)
         assert (rows.path, rows.kept, rows.is_at(path)) == (path, False, True)
     assert rows.move(goal)
     assert (rows.path, rows.kept, list(tmp_path.iterdir())) == (goal, True, [goal])
@@ -613,8 +595,7 @@ def test_a_tier_begins_with_the_rows_of_another(
     made[0].close()
     if named:
         made[1].close()
-        readers = [FileRows.open(tmp_path / "goal", shared=True) for _ in range(2)]
-        for reader in readers:
+        for reader in [FileRows.open(tmp_path / "goal", shared=True) for _ in range(2)]:
             expect(reader, 50)
             reader.close()
 

@@ -15,7 +15,7 @@ import torch
 from fakes import ByteStream, FakeEngine
 from hypothesis import example, given
 from hypothesis import strategies as st
-from small_chat import chat, chat_over, reported, verified
+from small_chat import chat, reported, verified
 from test_session import check, make
 from tiers import MILL, recalling
 from transformers import RepetitionPenaltyLogitsProcessor
@@ -60,15 +60,6 @@ def test_an_answer_that_goes_on_is_the_one_that_never_stopped(stop: tuple[str, .
         # On the screen it reads on, but for a character or a stop text that was shown in part.
         if whole.text.startswith(shown):
             assert shown + more == whole.text
-
-
-def test_the_last_token_is_no_part_of_the_answer_where_a_stop_text_began_before_it() -> None:
-    answer = Answer(ByteStream(), ("ll",))
-    for id in b"al":
-        assert answer.push(id) in ("a", "")
-    assert answer.push(b"l"[0]) == ""
-    assert answer.stopped
-    assert answer.overshot
 
 
 def test_what_is_shown_already_is_not_shown_again() -> None:
@@ -205,19 +196,14 @@ def test_text_that_a_stop_text_could_have_begun_with_is_not_lost() -> None:
     whole = "".join(make().ask("tell me"))
     for end in (whole[-1] + "#", whole[4] + "#"):
         assert "".join(make().ask("tell me", stop=end)) == whole
-    chat = make()
-    assert "".join(chat.ask("tell me", max_tokens=5, stop=[whole[4] + "#"])) == whole[:5]
-    chat = make()
-    answer = chat.ask("tell me", stop=[whole[1:3] + "#"])
-    assert next(answer) == whole[0]
-    assert next(answer) == whole[1:4]  # held back, then not a stop text
-    answer.close()  # type: ignore[attr-defined]
-    assert chat.messages[-1].content == whole[:4]
-    chat = make()
-    answer = chat.ask("tell me", stop=[whole[1:5] + "#"])
-    assert next(answer) == whole[0]
-    answer.close()  # type: ignore[attr-defined]
-    assert chat.messages[-1].content == whole[:1]
+    assert "".join(make().ask("tell me", max_tokens=5, stop=[whole[4] + "#"])) == whole[:5]
+    # Held back, then not a stop text; and not yet known to be none.
+    for end, pieces in ((3, [whole[0], whole[1:4]]), (5, [whole[0]])):
+        chat = make()
+        answer = chat.ask("tell me", stop=[whole[1:end] + "#"])
+        assert [next(answer) for _ in pieces] == pieces
+        answer.close()  # type: ignore[attr-defined]
+        assert chat.messages[-1].content == "".join(pieces)
 
 
 def ids(text: str) -> list[int]:
@@ -238,44 +224,41 @@ TABLE = "| Name | Year | Price | Open |\n| --- | --- | --- | --- |\n"
 RECORD = '{{"name": "item {0}", "count": {0}, "tags": ["a", "b"]}},\n'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "na " * 100,
-        "- " * 80,
-        ONE * 9,
-        prose(200) + ONE * 12,
-        (ONE + TWO) * 6,
-        prose(40) + (prose(60, 2) + "\n") * 3,  # a long paragraph again and again
-        ONE * 20 + prose(15),  # it found its way out, to no purpose
-        "".join(f"{ONE * 4}But page {i}. " for i in range(8)),  # with a change now and then
-        TABLE + "|  |  |  |  |\n" * 40,
-    ],
-)
-def test_circles_are_seen(text: str) -> None:
-    assert loops(ids(text))
+CIRCLES = [
+    "na " * 100,
+    "- " * 80,
+    ONE * 9,
+    prose(200) + ONE * 12,
+    (ONE + TWO) * 6,
+    prose(40) + (prose(60, 2) + "\n") * 3,  # a long paragraph again and again
+    ONE * 20 + prose(15),  # it found its way out, to no purpose
+    "".join(f"{ONE * 4}But page {i}. " for i in range(8)),  # with a change now and then
+    TABLE + "|  |  |  |  |\n" * 40,
+]
+OTHERS = [
+    "",
+    "tobacco",
+    "No. " * 10,
+    ONE * 3,
+    prose(2000),
+    (prose(26) + "\n") * 2,  # a short answer, said twice
+    "".join(f"| {prose(2, i)} | {1900 + i} | {i} | yes |\n" for i in range(60)),
+    TABLE + "".join(f"| Item {i} | {1900 + i} | {3 * i} | yes |\n" for i in range(60)),
+    "".join(f"{i}. The name of the person is {prose(3, i)}.\n" for i in range(60)),
+    "".join(RECORD.format(i) for i in range(40)),
+    "".join(f"- **{prose(1, i)}**: The text says so about {prose(4, i)}\n" for i in range(40)),
+    prose(300) + ONE * 2 + prose(100, 2) + ONE,
+    ONE * 20 + prose(200),  # it found its way out long ago
+]
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "tobacco",
-        "No. " * 10,
-        ONE * 3,
-        prose(2000),
-        (prose(26) + "\n") * 2,  # a short answer, said twice
-        "".join(f"| {prose(2, i)} | {1900 + i} | {i} | yes |\n" for i in range(60)),
-        TABLE + "".join(f"| Item {i} | {1900 + i} | {3 * i} | yes |\n" for i in range(60)),
-        "".join(f"{i}. The name of the person is {prose(3, i)}.\n" for i in range(60)),
-        "".join(RECORD.format(i) for i in range(40)),
-        "".join(f"- **{prose(1, i)}**: The text says so about {prose(4, i)}\n" for i in range(40)),
-        prose(300) + ONE * 2 + prose(100, 2) + ONE,
-        ONE * 20 + prose(200),  # it found its way out long ago
-    ],
+    ("text", "circles"), [*((text, True) for text in CIRCLES), *((text, False) for text in OTHERS)]
 )
-def test_lists_tables_and_short_answers_are_none(text: str) -> None:
-    assert not loops(ids(text))
+def test_circles_are_seen_and_lists_tables_and_short_answers_are_none(
+    text: str, circles: bool
+) -> None:
+    assert loops(ids(text)) == circles
 
 
 @pytest.mark.parametrize(
@@ -294,9 +277,10 @@ def test_only_what_was_not_tried_is_advised(sampling: Sampling, own: Sampling, e
     assert line([*range(99)], sampling, own) == []
 
 
-def test_a_turn_says_so_once_under_its_answer(talk: Any) -> None:
-    session: ChatSession = talk(script=[*b"no, " * 40])
-    told: list[str] = []
+def test_a_turn_says_so_once_under_its_answer() -> None:
+    engine = FakeEngine(length=160)
+    engine.script = [*b"no, " * 40]
+    session, told = make(engine=engine), list[str]()
     list(session.ask("Why?", 20, notice=told.append))
     assert told == []
     list(session.continue_answer(100, notice=told.append))
@@ -305,29 +289,17 @@ def test_a_turn_says_so_once_under_its_answer(talk: Any) -> None:
     assert [turn.report.warnings for turn in session.turns] == [(text,) for text in told]
 
 
-@pytest.fixture
-def talk() -> Any:
-    from fakes import ByteTokenizer, ChatML
-
-    def made(script: list[int]) -> ChatSession:
-        engine, tokenizer = FakeEngine(), ByteTokenizer()
-        engine.script, engine.length = script, len(script)
-        return chat_over(engine, tokenizer, ChatML(tokenizer))
-
-    return made
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) -> None:
     """Beside transformers' penalty, whole and in parts; and written again without eviction."""
-    how = Sampling(temperature, 20, 0.95, 0.01, 1.7)
-    filters: dict[str, Any] = {"top_k": 20, "top_p": 0.95, "min_p": 0.01, "repeat_penalty": 1.7}
+    bare, filters = Sampling(temperature, 20, 0.95, 0.01), {"top_k": 20, "top_p": 0.95}
 
-    def asked(session: ChatSession, parts: list[int]) -> list[int]:
+    def asked(session: ChatSession, parts: list[int], penalty: float = 1.7) -> list[int]:
+        given: Any = {**filters, "min_p": 0.01, "repeat_penalty": penalty}
         session.attach(MILL[:90])
-        list(session.ask("Who mills?", parts[0], temperature, **filters))
+        list(session.ask("Who mills?", parts[0], temperature, **given))
         for more in parts[1:]:
-            list(session.continue_answer(more, temperature, **filters))
+            list(session.continue_answer(more, temperature, **given))
         return session.log.ids
 
     whole = asked(chat(policy="full"), [90])
@@ -340,24 +312,15 @@ def test_the_penalty_of_a_chat_looks_at_prompt_and_answer(temperature: float) ->
             break
         bent = penalty(torch.tensor([fed[-WINDOW:]]), logits[None].clone())[0]
         vocab, ops = other.tokenizer.vocab, other.engine.kv.ops
-        bare = Sampling(temperature, 20, 0.95, 0.01)
         fed.append(pick(bent, vocab, bare, 0, position, ops))
         logits = other.engine.step(fed[-1])
     assert fed == whole
-    unbent = asked_without(temperature)
-    assert unbent != whole
+    assert asked(chat(policy="full"), [90], 1.0) != whole
     session = recalling()
     tokens = asked(session, [40])
     assert [*verified(session).tokens] == whole[-90:][:40]
     assert tokens[:-40] == whole[:-90]
-    assert reported(session).sampling["repeat_penalty"] == how.repeat_penalty
-
-
-def asked_without(temperature: float) -> list[int]:
-    session = chat(policy="full")
-    session.attach(MILL[:90])
-    list(session.ask("Who mills?", 90, temperature, top_k=20, top_p=0.95, min_p=0.01))
-    return session.log.ids
+    assert reported(session).sampling["repeat_penalty"] == 1.7
 
 
 @pytest.mark.parametrize("first", [0.5, "auto"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import small_chat
 from fakes import FakeEngine
+from refusals import failing
 from small_chat import reported
 from test_session import make
 
@@ -19,10 +20,7 @@ def test_a_turn_is_closed_before_the_caller_hears_of_it() -> None:
     session = make()
     session.engine.notices = []
 
-    def fail(line: str) -> None:
-        raise BrokenPipeError(line)
-
-    answer = session.ask("who?", max_tokens=3, notice=fail)
+    answer = session.ask("who?", max_tokens=3, notice=failing(BrokenPipeError()))
     next(answer)
     session.engine.notices.append("steps are slower now")
     with pytest.raises(BrokenPipeError):
@@ -140,32 +138,24 @@ def test_warnings_come_before_the_answer_and_stay_in_the_record() -> None:
     assert reported(chat).shaped_by_turn == reported(chat).misses == 2
 
 
+CONTROL = """1 string in a.txt looks like a control token; it was read as plain text
+1 string in the question may pass for turn markers, which are plain text for this model: it cannot \
+tell them from real ones"""
+CHANGED = """the model's tokenizer drops or changes 2 characters of a.txt
+the model's tokenizer drops or changes 1 character of the question"""
+
+
 @pytest.mark.parametrize(
     ("document", "question", "told"),
     [
-        (
-            "one <end> two",
-            "what is [USER]?",
-            [
-                "1 string in a.txt looks like a control token; it was read as plain text",
-                "1 string in the question may pass for turn markers, which are plain text for this "
-                "model: it cannot tell them from real ones",
-            ],
-        ),
-        (
-            "one \u2620 two \u2620",
-            "what is \u2620?",
-            [
-                "the model's tokenizer drops or changes 2 characters of a.txt",
-                "the model's tokenizer drops or changes 1 character of the question",
-            ],
-        ),
+        ("one <end> two", "what is [USER]?", CONTROL),
+        ("one \u2620 two \u2620", "what is \u2620?", CHANGED),
     ],
 )
 def test_what_the_model_may_take_for_something_else_is_told(
-    document: str, question: str, told: list[str]
+    document: str, question: str, told: str
 ) -> None:
     chat, notes = make(), list[str]()
     chat.attach(document, name="a.txt")
     list(chat.ask(question, max_tokens=2, notice=notes.append))
-    assert notes == told
+    assert notes == told.splitlines()

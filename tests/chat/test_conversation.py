@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
+from tensors import torch_threads
 from test_machine import Setting, eviction
 from whole import whole
 
@@ -35,22 +35,11 @@ OPERATIONS: dict[str, Callable[[ChatSession], object]] = {
     "reset": lambda chat: chat.reset(keep_documents=True),
     "attach": lambda chat: chat.attach("the river is slow.", "more.txt"),
 }
-FILES = tuple(
-    os.path.join(*path.split("/"))
-    for path in (
-        *(
-            "minikv/chat/session.py",
-            "minikv/chat/turn.py",
-            "minikv/chat/stopping.py",
-            "minikv/chat/closing.py",
-        ),
-        *("minikv/chat/snapshot.py", "minikv/chat/transcript.py", "minikv/chat/answer.py"),
-        *("minikv/chat/recall.py", "minikv/chat/reading.py", "minikv/chat/plan.py"),
-        *("minikv/cache/kv_cache.py", "minikv/cache/tier.py"),
-    )
+_CHAT = "session turn stopping closing snapshot transcript answer recall reading plan".split()
+FILES = (
+    *(os.path.join("minikv", "chat", f"{name}.py") for name in _CHAT),
+    *(os.path.join("minikv", "cache", f"{name}.py") for name in ("kv_cache", "tier")),
 )
-
-
 CLOSING = {"closing", "ended", "turn_report", "measured", "closed", "_settle", "settle", "_end"}
 
 
@@ -78,10 +67,8 @@ class At:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 def made(setting: str) -> ChatSession:

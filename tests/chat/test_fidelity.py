@@ -7,24 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import segment
-from small_chat import chat, held_of, say
+from refusals import failing
+from small_chat import chat, held_of, say, talked
 from tiers import MILL, recalling
+from twins import contents
 
 from minikv.chat.session import ChatSession
 from minikv.cli.screen import render
 
 
-def talked(**given: Any) -> ChatSession:
-    session = recalling(**given)
-    session.attach(MILL)
-    for question in ("Who?", "Why?", "And the river?"):
-        say(session, question)
-    return session
+def asked(**given: Any) -> ChatSession:
+    return talked(recalling(**given), MILL, "Who?", "Why?", "And the river?")
 
 
 def test_every_record_of_a_chat_with_a_tier_has_it() -> None:
-    session = talked()
+    session = asked()
     for report in session.reports:
         lost = report.fidelity
         assert lost is not None
@@ -37,41 +34,33 @@ def test_every_record_of_a_chat_with_a_tier_has_it() -> None:
         assert "fidelity" in dict(render.figures(report))
         record = json.loads(json.dumps(report.to_dict()))
         assert record["fidelity"]["kl_first_token"] == lost.kl_first_token
-    plain = chat(reuse="refresh")
-    plain.attach(MILL)
-    say(plain, "Who?")
+    plain = talked(chat(reuse="refresh"), MILL, "Who?")
     assert plain.reports[0].fidelity is None
     assert "fidelity" not in render.stats(plain.reports[0])
 
 
 def test_measuring_changes_no_answer_and_no_row() -> None:
-    one, two = talked(), talked(fidelity=False)
+    one, two = asked(), asked(fidelity=False)
     assert [turn.answer for turn in one.turns] == [turn.answer for turn in two.turns]
     assert one.fed == two.fed
     assert held_of(one) == held_of(two)
-    for name, column in one.engine.kv.arena.columns.items():
-        other = two.engine.kv.arena.columns[name]
-        for at in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            mine, theirs = (segment(each.engine.kv.arena, name, *at) for each in (one, two))
-            assert torch.equal(mine, theirs)
-        assert column.dtype == other.dtype
+    assert contents(one.engine.kv.arena) == contents(two.engine.kv.arena)
+    kinds = [{n: c.dtype for n, c in each.engine.kv.arena.columns.items()} for each in (one, two)]
+    assert kinds[0] == kinds[1]
     assert {report.fidelity for report in two.reports} == {None}
     assert {report.time_s.fidelity for report in two.reports} != {None}
 
 
 def test_no_memory_to_measure_fails_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = recalling()
-    session.attach(MILL)
+    session = talked(recalling(), MILL)
     monkeypatch.setattr(session.engine.kv, "last_token", lambda: [][0])
     with pytest.raises(IndexError):  # only what memory and the device raise is passed over
         say(session, "Who?")
 
-    def full() -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(session.engine.kv, "last_token", full)
+    full = torch.OutOfMemoryError("no room")
+    monkeypatch.setattr(session.engine.kv, "last_token", failing(full))
     answer, _ = say(session, "Who?")
-    assert answer == talked().turns[0].answer
+    assert answer == asked().turns[0].answer
     lost = session.reports[0].fidelity
     assert lost is not None
     assert lost.kl_first_token is None

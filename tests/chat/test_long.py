@@ -37,14 +37,6 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
 def turn(session: ChatSession, draw: random.Random) -> int:
     """Something that a user does; how many turns it took."""
     before = session.turn
@@ -103,9 +95,7 @@ def run(turns: int, saves: int, samples: int) -> tuple[list[int], list[int], lis
     """Resident bytes, open files and threads, so many times. A chat is saved with every `saves`-th
     turn, and taken up again in its place now and then."""
     draw = random.Random(14)
-    sizes: list[int] = []
-    files: list[int] = []
-    running: list[int] = []
+    sizes, files, running = list[int](), list[int](), list[int]()
     with chats() as made:
         done, each = 0, turns // samples
         for number in itertools.count():
@@ -127,8 +117,8 @@ def run(turns: int, saves: int, samples: int) -> tuple[list[int], list[int], lis
                     whole(session)
             if took and done % each == 0:
                 sizes.append(resident())
-                files.append(open_files())
-                running.append(threads())
+                files.append(len(os.listdir("/proc/self/fd")))
+                running.append(len(os.listdir("/proc/self/task")))
     return sizes, files, running
 
 

@@ -18,7 +18,8 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from minikv import policies
 from minikv.chat.answer import Writer
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
+from minikv.chat.transcript import Turn
 from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read as read_saved
 from minikv.cli.screen.terminal import Terminal
@@ -96,16 +98,7 @@ class Setting:
     kv: torch.dtype | None = None
 
     def chat(self) -> ChatSession:
-        return lettered(
-            self.eviction,
-            tier=self.tier,
-            tier_dtype=self.tier_dtype,
-            reuse=self.reuse,
-            system=self.system,
-            pin_system=self.pin_system,
-            windows=self.windows,
-            kv=self.kv,
-        )
+        return lettered(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 def held(session: ChatSession) -> list[list[int]]:
@@ -113,18 +106,14 @@ def held(session: ChatSession) -> list[list[int]]:
     return [rows for layer in layers for rows in kept_of(session, layer)]
 
 
+ALIKE = ("fed", "pending_token", "turn", "messages", "documents", "pending", "eviction", "seed")
+
+
 def facts(session: ChatSession) -> dict[str, Any]:
     """What two chats that are the same have in common."""
-    last = None if session.report is None else session.report
+    last = session.report
     return {
-        "fed": list(session.fed),
-        "pending_token": session.pending_token,
-        "turn": session.turn,
-        "messages": list(session.messages),
-        "documents": list(session.documents),
-        "pending": list(session.pending),
-        "eviction": session.eviction,
-        "seed": session.seed,
+        **{name: copy(getattr(session, name)) for name in ALIKE},
         # Where nothing is cached, all is read in any case, and no file keeps the wish.
         "rereads": session.rereads and bool(session.fed),
         "position": session.engine.kv.position,
@@ -151,22 +140,14 @@ def stopped_before_writing(session: ChatSession, question: str, temperature: flo
 def apply(session: ChatSession, op: Op) -> None:
     """One operation that counts."""
     name, *given = op
-    if name == "attach":
-        session.attach(*given)
-    elif name == "ask":
-        question, tokens, temperature = given
-        if tokens:
-            "".join(session.ask(question, tokens, temperature))
-        else:
-            stopped_before_writing(session, question, temperature)
-    elif name == "continue":
-        "".join(session.continue_answer(*given))
-    elif name == "configure":
-        session.configure(*given)
-    elif name == "seed":
-        (session.seed,) = given
-    elif name == "reuse":
-        (session.reuse,) = given
+    if name in ("attach", "configure"):
+        getattr(session, name)(*given)
+    elif name == "ask" and not given[1]:
+        stopped_before_writing(session, given[0], given[2])
+    elif name in ("ask", "continue"):
+        list(session.ask(*given) if name == "ask" else session.continue_answer(*given))
+    elif name in ("seed", "reuse"):
+        setattr(session, name, *given)
     elif name == "refresh":
         session.refresh(wanted=given[0])
     elif name == "clear":
@@ -213,18 +194,23 @@ class Machine:
     @contextlib.contextmanager
     def faults(self) -> Iterator[None]:
         """Around a call of the chat or its keeper: in here the fault comes, if there is one."""
-        if self.fault is None:
+        with failing(self.session, self.fault) if self.fault else contextlib.nullcontext():
             yield
-            return
-        with failing(self.session, self.fault):
-            yield
-        self._note(self.fault)
+        if self.fault:
+            self._note(self.fault)
         self.fault = None  # the call ended well in spite of it
 
-    @property
-    def expected(self) -> tuple[type[Exception], ...]:
-        """What a call may raise; under a fault nothing is expected of it."""
-        return () if self.fault else (MinikvError,)
+    def refusal(self, call: Callable[[], object]) -> MinikvError | None:
+        """Of a call of the chat or its keeper: what it raised, if it may. Under a fault nothing is
+        expected of it."""
+        try:
+            with self.faults():
+                call()
+        except MinikvError as error:
+            if self.fault:
+                raise
+            return error
+        return None
 
     def _note(self, fault: Fault) -> None:
         self.counts["fault"] += fault.fired
@@ -287,10 +273,7 @@ class Machine:
     def ask(self, question: str, tokens: int, temperature: float) -> None:
         session, before = self.session, facts(self.session)
         op = ("ask", question, tokens, temperature)
-        try:
-            with self.faults():
-                "".join(session.ask(question, tokens, temperature))
-        except self.expected as error:
+        if error := self.refusal(lambda: list(session.ask(*op[1:]))):
             self.refused(op, error, before)
             return
         self.script.append(op)
@@ -383,10 +366,7 @@ class Machine:
     def go_on(self, tokens: int, temperature: float) -> None:
         session, before = self.session, facts(self.session)
         op = ("continue", tokens, temperature)
-        try:
-            with self.faults():
-                "".join(session.continue_answer(tokens, temperature))
-        except self.expected as error:
+        if error := self.refusal(lambda: list(session.continue_answer(tokens, temperature))):
             self.refused(op, error, before, say=False)
             return
         last = self.script[-1]
@@ -400,10 +380,8 @@ class Machine:
         session, before = self.session, facts(self.session)
         now, pending, seed = session.eviction, list(session.pending), session.seed
         flag, count = session.rereads, len(session.turns)
-        try:
-            with self.faults():
-                taken = session.undo(turns)
-        except self.expected:
+        taken = list[Turn]()
+        if self.refusal(lambda: taken.extend(session.undo(turns))):
             assert not 1 <= turns <= count
             assert facts(session) == before
             return
@@ -415,14 +393,9 @@ class Machine:
         for document in pending:
             if document not in twin.pending:
                 self.script.append(("attach", document.text, document.name))
-        if twin.eviction != now:
-            self.script.append(("configure", now))
-        if twin.rereads != (flag and cut):
-            self.script.append(("refresh", flag and cut))
-        if twin.reuse != session.reuse:
-            self.script.append(("reuse", session.reuse))
-        if twin.seed != seed:
-            self.script.append(("seed", seed))
+        wanted = [("configure", twin.eviction, now), ("refresh", twin.rereads, flag and cut)]
+        wanted += [("reuse", twin.reuse, session.reuse), ("seed", twin.seed, seed)]
+        self.script += [(name, want) for name, found, want in wanted if found != want]
         self._rounded()
         self.check("undo by cutting" if cut else "undo")
         if retry:
@@ -439,10 +412,7 @@ class Machine:
 
     def configure(self, wanted: EvictionConfig) -> None:
         before = facts(self.session)
-        try:
-            with self.faults():
-                self.session.configure(wanted)
-        except self.expected:
+        if self.refusal(lambda: self.session.configure(wanted)):
             assert facts(self.session) == before
             return
         self.script.append(("configure", wanted))
@@ -511,10 +481,7 @@ class Machine:
             self.keeper = Keeper(Terminal(quiet=True), active=True)
             self.keeper.attend(self.session)
         before = facts(self.session)
-        try:
-            with self.faults():
-                self.keeper.load(self.session, name)
-        except self.expected:
+        if self.refusal(lambda: self.keeper.load(self.session, name)):
             assert not read_saved(name).facts["cache"], "it was saved before a question"
             assert facts(self.session) == before
             self.keeper.load(self.session, name, reread=True)
@@ -713,10 +680,7 @@ class Chats(RuleBasedStateMachine):
         now = self.m.session.eviction
         self.m.configure(replace(now, budget=wanted.budget) if budget else wanted)
 
-    @rule(
-        seed=st.sampled_from([None, 0, 1, 2]),
-        wanted=st.sampled_from([None, True, True, False]),
-    )
+    @rule(seed=st.sampled_from([None, 0, 1, 2]), wanted=st.sampled_from([None, True, True, False]))
     def adjust(self, seed: int | None, wanted: bool | None) -> None:
         machine = self.m
         if seed is not None:
@@ -734,13 +698,7 @@ class Chats(RuleBasedStateMachine):
         go_on=st.booleans(),
     )
     def fail_in_an_answer(
-        self,
-        kind: str,
-        at: float,
-        lasting: bool,
-        text: str | None,
-        temperature: float,
-        go_on: bool,
+        self, kind: str, at: float, lasting: bool, text: str | None, temperature: float, go_on: bool
     ) -> None:
         machine, fault = self.m, made_fault(kind, at, lasting)
         if go_on:
@@ -784,10 +742,7 @@ class Chats(RuleBasedStateMachine):
 
     @rule(fork=st.booleans())
     def save(self, fork: bool) -> None:
-        if fork:
-            self.m.fork()
-        else:
-            self.m.save()
+        self.m.fork() if fork else self.m.save()
 
     @rule(pick=st.integers(0, 7), fresh=st.booleans())
     def load(self, pick: int, fresh: bool) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
+from refusals import refused
 from small_chat import chat, reported, say, talked
 from test_report import report
 from test_session import check, make
@@ -19,22 +20,13 @@ from test_session import check, make
 from minikv.cache.stats import CacheStats
 from minikv.chat import plan as planning
 from minikv.chat.eviction_config import EvictionConfig
-from minikv.chat.plan import (
-    Composer,
-    PlanSettings,
-    PromptPlan,
-    Question,
-    Situation,
-)
+from minikv.chat.plan import Composer, PlanSettings, PromptPlan, Question, Situation
 from minikv.chat.snapshot import Conversation
 from minikv.chat.transcript import Document, Message, Stored, TokenLog, Turn
 from minikv.errors import ContextError, Interrupted, MemoryShortError, UsageError
 
 MILL = "A mill stands by the river and grinds. " * 8
 COMPOSER = Composer(ChatML(ByteTokenizer()), lambda: None, lambda: False)
-ASKED, ANSWERED = Message("user", "mill\n\nWho?"), Message("assistant", "Ada")
-READ = COMPOSER.opening([ASKED])
-SEEN = [*READ, *b"Ad"]  # the last token of the answer was not fed
 STATS = CacheStats(0, 0, 0.0, *[0] * 8, False, False)
 
 
@@ -201,35 +193,26 @@ def test_a_prompt_only_asks_where_it_brings_no_document(case: Case, asks: bool) 
     assert plan(*case.inputs()).asks == asks
 
 
+TRAINED = r"needs 25 tokens and 8 are left: this model was trained for 9 positions\n"
+USED = rf"needs 9 tokens and 8 are left.*, {SEEN} of them used by this chat\n"
+TWICE = r'^`reuse="recall"` is not possible: kvzip reads everything twice\n'
+
+
 @pytest.mark.parametrize(
-    ("case", "error", "words"),
+    ("reuse", "changes", "tier", "error", "words"),
     [
-        (
-            Case("filled", None, "refresh", "", "", settings={"max_context": 9}),
-            ContextError,
-            r"needs 25 tokens and 8 are left: this model was trained for 9 positions\n",
-        ),
-        (
-            Case("filled", None, "once", "", "", settings={"max_context": SEEN + 9}),
-            ContextError,
-            rf"needs 9 tokens and 8 are left.*, {SEEN} of them used by this chat\n",
-        ),
-        (
-            Case("filled", None, "recall", "", "", policy="kvzip"),
-            UsageError,
-            '^`reuse="recall"` is not possible: kvzip reads everything twice\n',
-        ),
+        ("refresh", {"settings": {"max_context": 9}}, "auto", ContextError, TRAINED),
+        ("once", {"settings": {"max_context": SEEN + 9}}, "auto", ContextError, USED),
+        ("recall", {"policy": "kvzip"}, "auto", UsageError, TWICE),
+        ("recall", {}, "none", UsageError, r'is not possible: `tier="none"`\n'),
     ],
 )
-def test_what_is_refused(case: Case, error: type[Exception], words: str) -> None:
+def test_what_is_refused(
+    reuse: str, changes: dict[str, Any], tier: str, error: type[Exception], words: str
+) -> None:
+    *given, stored, settings = Case("filled", None, reuse, "", "", **changes).inputs()
     with pytest.raises(error, match=words):
-        plan(*case.inputs())
-
-
-def test_recall_by_name_without_a_tier_is_refused() -> None:
-    *given, tier, settings = Case("filled", None, "recall", "", "").inputs()
-    with pytest.raises(UsageError, match=r'is not possible: `tier="none"`\n'):
-        plan(*given, replace(tier, kind="none"), settings)  # type: ignore[misc]
+        plan(*given, replace(stored, kind=tier), settings)  # type: ignore[misc]
 
 
 def test_what_was_read_is_recalled_as_it_was_though_the_text_may_have_other_tokens() -> None:
@@ -266,16 +249,12 @@ def test_the_answer_of_auto_depends_on_no_clock(
 ) -> None:
     """As on a machine that reads so many tokens per second."""
     ticks = itertools.count()
-    session, plain = chat(reuse="auto"), chat(reuse="refresh")
-    for each in (session, plain):
-        each.attach(MILL)
+    session, plain = (talked(chat(reuse=reuse), MILL) for reuse in ("auto", "refresh"))
     for question in ("Who?", "Why?", "And then?"):
         want = say(plain, question)
-        if rate is not None:
+        for module in ("turn", "reading", "answer") if rate is not None else ():
             clock = lambda: next(ticks) * 100 / rate  # noqa: E731
-            monkeypatch.setattr("minikv.chat.turn.perf_counter", clock)
-            monkeypatch.setattr("minikv.chat.reading.perf_counter", clock)
-            monkeypatch.setattr("minikv.chat.answer.perf_counter", clock)
+            monkeypatch.setattr(f"minikv.chat.{module}.perf_counter", clock)
         assert say(session, question) == want
         monkeypatch.undo()
     assert [r.reuse for r in session.reports] == ["once", "refresh", "refresh"]
@@ -357,12 +336,11 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(
     """All of it would take a hundred times its memory."""
     chat, given = make(max_context=4096), list[int]()
     encode = chat.tokenizer.encode
-    monkeypatch.setattr(
-        chat.tokenizer, "encode", lambda text: given.append(len(text)) or encode(text)
-    )
+    noted = lambda text: given.append(len(text)) or encode(text)  # noqa: E731
+    monkeypatch.setattr(chat.tokenizer, "encode", noted)
     chat.attach("word " * 2_000_000)
-    with pytest.raises(ContextError, match="needs more than 8,192 tokens and 4,095 are left"):
-        list(chat.ask("q"))
+    says = "needs more than 8,192 tokens and 4,095 are left"
+    refused(says, lambda: list(chat.ask("q")), error=ContextError)
     assert sum(given) <= planning._LONG
     assert len(chat.pending) == 1
 

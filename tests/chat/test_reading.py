@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from fakes import ByteTokenizer, ChatML
+from refusals import failing, refused
 from small_chat import chat, held_of, reported, say, talked
 from test_reuse import MILL, WELL, cache
 from tiers import recalling
@@ -24,7 +25,7 @@ from minikv.chat.session import ChatSession
 from minikv.cli.chat.turn import run_turn
 from minikv.cli.failures import Interrupts
 from minikv.cli.screen.terminal import Terminal
-from minikv.errors import Interrupted, MemoryShortError, UsageError
+from minikv.errors import Interrupted, MemoryShortError
 from minikv.settings import Generation
 
 
@@ -38,11 +39,11 @@ def test_reading_again_that_is_stopped_leaves_the_cache(after: float, raises: bo
     session = asked(reuse="auto")
     before = cache(session)
 
+    stop = failing(Interrupted("stopped", "by the caller")) if raises else session.cancel
+
     def progress(done: int, total: int) -> None:
-        if raises and done >= after * total:
-            raise Interrupted("stopped", "by the caller")
         if done >= after * total:
-            session.cancel()
+            stop()
 
     with pytest.raises(Interrupted):
         list(session.ask("Why?", 8, progress=progress))
@@ -96,6 +97,11 @@ def fed(session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+def zipped() -> ChatSession:
+    """A chat about the mill under a policy that reads everything twice."""
+    return talked(chat("kvzip", 60, reuse="auto"), MILL)
+
+
 def document(session: ChatSession) -> list[set[int]]:
     """Positions of the document that each head holds."""
     end = len(session.start()) + len(MILL)
@@ -118,9 +124,8 @@ def test_the_request_is_made_of_the_template() -> None:
 def test_one_cache_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     """The document is read and repeated once; later questions are read alone, and nothing of the
     document leaves for them but for what the first ones need."""
-    session = chat("kvzip", 60, reuse="auto")
+    session = zipped()
     seen, told = fed(session, monkeypatch), []
-    session.attach(MILL)
     list(session.ask("Who?", 4, notice=told.append))
     assert len(seen) == 3
     assert seen[0].endswith(MILL + "\n\n")
@@ -143,7 +148,7 @@ def test_one_cache_answers_all_questions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_later_document_is_scored_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
+    session = zipped()
     say(session, "Who?", 4)
     seen = fed(session, monkeypatch)
     session.attach(WELL)
@@ -166,12 +171,8 @@ def test_a_short_document_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     session = chat("kvzip", 60, reuse="blind")
     seen, told = fed(session, monkeypatch), []
-
-    def notice(line: str) -> None:
-        told.append((line, len(seen)))
-
     session.attach(MILL)
-    list(session.ask("Who?", 4, notice=notice))
+    list(session.ask("Who?", 4, notice=lambda line: told.append((line, len(seen)))))
     (line, before), *_ = [one for one in told if one[0].startswith("kvzip has the model repeat")]
     assert before == 0
     first = len(session.start()) + len(MILL) - 4  # but for those that always stay
@@ -188,30 +189,21 @@ def test_the_cost_is_told_before_it_is_paid(monkeypatch: pytest.MonkeyPatch) -> 
 def test_no_memory_is_said_before_anything_is_read(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = chat("kvzip", 60, reuse="auto")
+    session = zipped()
     session.recall = Recall(session.engine.kv, kind, "same", lambda: 1000)
-    seen = fed(session, monkeypatch)
-    session.attach(MILL)
-    with pytest.raises(MemoryShortError, match="of RAM, and 1,000 B are free") as error:
-        list(session.ask("Who?"))
-    assert error.value.exit_code == 4
+    seen, says = fed(session, monkeypatch), "of RAM, and 1,000 B are free"
+    error = refused(says, lambda: list(session.ask("Who?")), error=MemoryShortError)
+    assert error.exit_code == 4
     # A file would take more RAM than that, too, while it is read.
-    assert ("in a file" in str(error.value)) == (kind == "auto")
-    assert ('`tier="file"`' in error.value.hint) == (kind != "auto")
-    assert session.engine.kv.scoring_tier is None
-    assert seen == []
-    assert session.fed == []
+    assert ("in a file" in str(error)) == (kind == "auto")
+    assert ('`tier="file"`' in error.hint) == (kind != "auto")
+    assert (session.engine.kv.scoring_tier, seen, session.fed) == (None, [], [])
     assert session.pending
 
 
 def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
-    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
-    steps: list[tuple[int, int, bool]] = []
-
-    def progress(done: int, total: int) -> None:
-        steps.append((done, total, session.scoring))
-
-    list(session.ask("Who?", 4, progress=progress))
+    session, steps = zipped(), list[tuple[int, int, bool]]()
+    list(session.ask("Who?", 4, progress=lambda *now: steps.append((*now, session.scoring))))
     done, totals, scoring = zip(*steps, strict=True)
     assert list(done) == sorted(done)
     assert len(set(totals)) == 1
@@ -219,30 +211,20 @@ def test_progress_grows_to_the_end_and_an_interrupt_leaves_the_chat() -> None:
     assert set(scoring) == {False, True}
     assert not scoring[0]
 
-    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
-
-    def stop(done: int, total: int) -> None:
-        if session.scoring:
-            session.cancel()
-
+    session, fresh = zipped(), zipped()
     with pytest.raises(Interrupted):
-        list(session.ask("Who?", 4, progress=stop))
+        list(session.ask("Who?", 4, progress=lambda *_: session.scoring and session.cancel()))
     assert session.fed == []
-    say(session, "Who?", 4)
-    fresh = talked(chat("kvzip", 60, reuse="auto"), MILL)
-    say(fresh, "Who?", 4)
+    for each in (session, fresh):
+        say(each, "Who?", 4)
     assert held_of(session) == held_of(fresh)
 
 
 def test_the_bar_says_that_it_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    session = talked(chat("kvzip", 60, reuse="auto"), MILL)
     labels: list[str] = []
-
-    def shown(self: Any, done: int, total: int) -> None:
-        labels.append(self.label)
-
+    shown = lambda live, *_: labels.append(live.label)  # noqa: E731
     monkeypatch.setattr("minikv.cli.chat.turn.Live.__call__", shown)
-    run_turn(session, "Who?", Generation(max_tokens=4), Terminal(), Interrupts(), show=False)
+    run_turn(zipped(), "Who?", Generation(max_tokens=4), Terminal(), Interrupts(), show=False)
     assert list(dict.fromkeys(labels)) == ["reading", "scoring the text"]
 
 
@@ -344,9 +326,9 @@ def test_auto_takes_a_file_where_ram_is_short(free: int | None, tmp_path: Path) 
 
 def test_a_file_by_name_that_cannot_be_had_is_said(tmp_path: Path) -> None:
     session = talked(filed(tmp_path / "nowhere"), MILL)
-    with pytest.raises(UsageError, match=r'`tier="file"` is not possible: rows\.kv') as error:
-        list(session.ask("Who?"))
-    assert error.value.hint == '`tier="ram"` keeps keys and values in memory'
+    says = r'`tier="file"` is not possible: rows\.kv'
+    error = refused(says, lambda: list(session.ask("Who?")))
+    assert error.hint == '`tier="ram"` keeps keys and values in memory'
     assert session.fed == []
     session.recall.kind = "ram"
     say(session, "Who?")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import failing, refused
 from small_chat import chat, held_of, reported, say, talked
 from tiers import MILL, RIVER, recalling
 
@@ -105,8 +106,7 @@ def test_after_a_chat_was_taken_up_everything_is_read_once_more() -> None:
 
 def test_a_tier_that_was_asked_for_and_does_not_fit_is_refused_before_reading() -> None:
     session = talked(recalling("ram", free=1000), MILL)
-    with pytest.raises(UsageError, match=r"tier=.ram.. does not fit"):
-        list(session.ask("Who?"))
+    refused(r"tier=.ram.. does not fit", lambda: list(session.ask("Who?")))
     assert (session.fed, len(session.pending)) == ([], 1)
 
 
@@ -185,12 +185,9 @@ def test_where_a_tier_is_and_why_is_said_once(
     session, said, notes = recalling(kind, free=free), list[str](), list[str]()
     session.recall.say = said.append
 
-    def where() -> Place:
-        if error is None or isinstance(error, OSError):
-            return Place(tmp_path / ("gone" if error else "") / "tier.kv")
-        raise error
-
-    session.recall.where = where
+    there = Place(tmp_path / ("gone" if error else "") / "tier.kv")
+    found = error is None or isinstance(error, OSError)
+    session.recall.where = (lambda: there) if found else failing(error)  # type: ignore[arg-type]
     session.attach(MILL)
     for question in ("Who?", "Why?"):
         list(session.ask(question, 4, notice=notes.append))
@@ -207,9 +204,8 @@ def test_where_a_tier_is_and_why_is_said_once(
     assert shown.startswith(line.format(size=size(ROW * tokens), tokens=tokens))
     if place:
         kept = size(report.kv_bytes.held + report.kv_bytes.tier_here)
-        assert report.lines()[1].startswith(
-            f"KV {'and tier ' * (place == 'ram')}{kept.split()[0]} "
-        )
+        begins = f"KV {'and tier ' * (place == 'ram')}{kept.split()[0]} "
+        assert report.lines()[1].startswith(begins)
         where_to = {"ram": "RAM", "file": "a file"}[place]
         stats = render.stats(report)
         assert f"{size(report.kv_bytes.tier)} in {where_to}: all that was read" in stats

@@ -14,6 +14,7 @@ import torch
 from fakes import PADDED
 from lettered import over
 from small_chat import reported
+from tiers import served
 from torch import Tensor
 
 from minikv import policies
@@ -42,17 +43,9 @@ def network(windows: tuple[int | None, ...], max_context: int = 4096) -> Llama:
     )
 
 
-def session(
-    net: Llama,
-    policy: str = "adakv",
-    budget: str = "48",
-    *,
-    kv: torch.dtype | None = None,
-    tier_dtype: str = "same",
-) -> ChatSession:
+def session(net: Llama, policy: str = "adakv", **given: Any) -> ChatSession:
     """A chat that recalls, over a cache that is born full of NaN."""
-    eviction = EvictionConfig.read(policy, budget=budget)
-    return over(net, eviction, kv=kv, tier="ram", tier_dtype=tier_dtype, reuse="recall")
+    return over(net, EvictionConfig.read(policy, budget=48), tier="ram", reuse="recall", **given)
 
 
 @dataclass
@@ -123,11 +116,9 @@ def test_every_turn_begins_as_with_the_full_cache(
 
 def test_most_policies_recall() -> None:
     """So that the test above does not pass because every policy is skipped."""
-    net = network((None, None))
-    able = [
-        p for p in policies.prompt_names() if session(net, p).engine.kv.rules.cannot_recall is None
-    ]
+    able = served()
     assert {"adakv", "snapkv", "pyramidkv", "streaming"} <= {*able}
+    assert {*able} == {*policies.prompt_names()} - UNSERVED
     assert len(able) > len(policies.prompt_names()) / 2
 
 

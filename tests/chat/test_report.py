@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -129,48 +130,34 @@ def test_one_word_about_the_answer_stands_under_it_and_in_the_record(
 @pytest.mark.parametrize(
     ("held", "full", "text"),
     [
-        (64, 1024, "93.7%"),
-        (100, 1000, "90.0%"),
-        (1, 3, "66.6%"),
-        (1100, 1000, "0.0%"),
-        (0, 0, "0.0%"),
-        (1000, 1000, "0.0%"),
+        *((64, 1024, "93.7%"), (100, 1000, "90.0%"), (1, 3, "66.6%"), (1, 10**9, "99.9%")),
+        *((1100, 1000, "0.0%"), (0, 0, "0.0%"), (1000, 1000, "0.0%")),
         (999_999, 1_000_000, "0.0%"),
-        (1, 10**9, "99.9%"),
     ],
 )
 def test_saved_is_rounded_against_us(held: int, full: int, text: str) -> None:
     assert percent_saved(KvBytes(full, held, 0, 0, 0).saved) == text
 
 
-@pytest.mark.parametrize(
-    ("device", "kv", "tier", "words"),
-    [
-        # full, held, allocated, peak, state, tier, tier_here; bytes of a cache of 1,000 KiB
-        ("cpu", (1000, 900, 900, 0, 0), "", "KV 900.0 of 1,000.0 KiB (10.0% saved)"),
-        ("cpu", (1000, 900, 900, 0, 100), "", "KV 900.0 of 1,000.0 KiB (10.0% saved)"),
-        ("cpu", (1000, 1000, 1000, 0, 0), "", "KV 1,000.0 KiB (nothing saved)"),
-        ("cpu", (914, 956, 956, 0, 50), "", "KV 956.0 KiB (nothing saved)"),
-        ("cpu", (1000, 100, 100, 0, 0, 990, 0), "file", "KV 100.0 of 1,000.0 KiB (90.0% saved)"),
-        ("cpu", (1000, 100, 100, 0, 0, 990, 990), "ram", "KV and tier 1.1 MiB (nothing saved)"),
-        (
-            "cpu",
-            (1000, 100, 100, 0, 0, 500, 500),
-            "ram",
-            "KV and tier 600.0 of 1,000.0 KiB (40.0% saved)",
-        ),
-        (
-            "cuda:0",
-            (1000, 100, 100, 0, 0, 990, 0),
-            "ram",
-            "KV 100.0 of 1,000.0 KiB (90.0% saved) + 990.0 KiB in RAM",
-        ),
-    ],
-)
-def test_what_is_saved_is_counted_where_it_is(
-    device: str, kv: tuple[int, ...], tier: str, words: str
-) -> None:
-    made = report(device=device, kv_bytes=KvBytes(*(1024 * n for n in kv)), tier=tier)
+# Where, and of what: KiB of a cache of about 1,000, full, held, allocated, peak, state, tier, tier
+# here.
+SAVED = """
+cpu         1000 900 900 0 0          KV 900.0 of 1,000.0 KiB (10.0% saved)
+cpu         1000 900 900 0 100        KV 900.0 of 1,000.0 KiB (10.0% saved)
+cpu         1000 1000 1000 0 0        KV 1,000.0 KiB (nothing saved)
+cpu         914 956 956 0 50          KV 956.0 KiB (nothing saved)
+cpu file    1000 100 100 0 0 990 0    KV 100.0 of 1,000.0 KiB (90.0% saved)
+cpu ram     1000 100 100 0 0 990 990  KV and tier 1.1 MiB (nothing saved)
+cpu ram     1000 100 100 0 0 500 500  KV and tier 600.0 of 1,000.0 KiB (40.0% saved)
+cuda:0 ram  1000 100 100 0 0 990 0    KV 100.0 of 1,000.0 KiB (90.0% saved) + 990.0 KiB in RAM
+"""
+
+
+@pytest.mark.parametrize("row", SAVED.strip().splitlines())
+def test_what_is_saved_is_counted_where_it_is(row: str) -> None:
+    where, kib, words = re.split("  +", row)
+    (device, *tier), kv = where.split(), KvBytes(*(1024 * int(n) for n in kib.split()))
+    made = report(device=device, kv_bytes=kv, tier="".join(tier))
     assert made.memory == words
     assert made.lines()[1].startswith(f"{words} · kept")
     assert f"memory     {words}" in render.stats(made)
@@ -186,17 +173,10 @@ def test_a_cache_that_has_everything_says_that_nothing_was_evicted() -> None:
 
 
 def test_sizes() -> None:
-    assert [size(n) for n in (0, 1023, 1024, 1536, 3 * MIB, 5 << 30)] == [
-        "0 B",
-        "1,023 B",
-        "1.0 KiB",
-        "1.5 KiB",
-        "3.0 MiB",
-        "5.0 GiB",
-    ]
-    assert of_full(1 << 19, 3 * MIB) == "0.5 of 3.0 MiB"
-    assert of_full(3 * MIB, 1 << 19) == "3.0 of 0.5 MiB"
-    assert of_full(10, 20) == "10 of 20 B"
+    shown = "0 B|1,023 B|1.0 KiB|1.5 KiB|3.0 MiB|5.0 GiB"
+    assert "|".join(map(size, (0, 1023, 1024, 1536, 3 * MIB, 5 << 30))) == shown
+    pairs = ((1 << 19, 3 * MIB), (3 * MIB, 1 << 19), (10, 20))
+    assert [of_full(*pair) for pair in pairs] == ["0.5 of 3.0 MiB", "3.0 of 0.5 MiB", "10 of 20 B"]
 
 
 @pytest.mark.parametrize("reason", sorted(set(STOPS) - {"eos"}))

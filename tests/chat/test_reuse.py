@@ -12,6 +12,7 @@ import pytest
 import vocabularies as v
 from fakes import BOS, USER
 from lettered import lettered
+from refusals import refused
 from small_chat import chat, held_of, reported, say, talked
 from test_session import make
 from typer.testing import CliRunner
@@ -28,7 +29,6 @@ from minikv.cli.saved.keeper import Keeper
 from minikv.cli.saved.transcript import read
 from minikv.cli.screen import render
 from minikv.cli.screen.terminal import Terminal
-from minikv.errors import UsageError
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 
@@ -78,8 +78,7 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
 
 def test_nothing_to_read_again_is_said_and_off_takes_it_back() -> None:
     session = talked(make(), "waiting")
-    with pytest.raises(UsageError, match="nothing to read again"):
-        session.refresh()
+    refused("nothing to read again", session.refresh)
     list(session.ask("q"))
     session.refresh()
     session.refresh(wanted=False)
@@ -101,28 +100,28 @@ def test_pinned_rows_stay_pinned() -> None:
 # -- blind ----------------------------------------------------------------------------------
 
 
+def note_prompts(
+    session: ChatSession, patch: pytest.MonkeyPatch, fed: list[Any], held: list[Any]
+) -> None:
+    """What each prompt reads, and what is held after it."""
+    read = session.engine.prompt
+
+    def prompt(ids: Any, *more: Any) -> Any:
+        out = read(ids, *more)
+        fed.append(list(ids))
+        held.append([{*head} for head in held_of(session)])
+        return out
+
+    patch.setattr(session.engine, "prompt", prompt)
+
+
 def test_blind_documents_are_judged_before_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """What stays of the document is the same for any question, which costs as many rows as it
     brings: the policy's budget, and nothing on top."""
     kept = []
     for question in ("Who?", "What is the name of the river?"):
         session, fed, held = chat(reuse="blind"), list[list[int]](), list[list[set[int]]]()
-        read = session.engine.prompt
-
-        def prompt(
-            ids: Any,
-            *more: Any,
-            read: Any = read,
-            fed: Any = fed,
-            held: Any = held,
-            session: Any = session,
-        ) -> Any:
-            out = read(ids, *more)
-            fed.append(list(ids))
-            held.append([{*head} for head in held_of(session)])
-            return out
-
-        monkeypatch.setattr(session.engine, "prompt", prompt)
+        note_prompts(session, monkeypatch, fed, held)
         session.attach(MILL, "mill.txt")
         say(session, question, 1)
         document, rest = fed
@@ -201,10 +200,8 @@ def test_the_bundled_template_is_cut_where_the_document_ends(bundled: ChatSessio
 
 
 def test_what_runs_have_in_common() -> None:
-    assert shared([1, 2, 3], [1, 2, 4], [1, 2]) == 2
-    assert shared([1, 2], [1, 2]) == 2
-    assert shared([5], [6]) == 0
-    assert shared([], [1]) == 0
+    assert shared([1, 2, 3], [1, 2, 4], [1, 2]) == shared([1, 2], [1, 2]) == 2
+    assert shared([5], [6]) == shared([], [1]) == 0
     long = list(range(10_000))
     for at in (0, 1, 4095, 4096, 4097, 8191, 8192, 9999):
         other = [*long]
@@ -216,7 +213,8 @@ def test_what_runs_have_in_common() -> None:
 # -- auto -----------------------------------------------------------------------------------
 
 
-def test_every_answer_from_another_questions_cache_says_so() -> None:
+def test_what_an_answer_from_another_questions_cache_says() -> None:
+    """That it is one; and its loss is not known, as it is against all that was read."""
     session = talked(chat(), MILL, "Who?", "Why?", "And?")
     session.refresh()
     for question in ("Again?", "Last?"):
@@ -224,22 +222,14 @@ def test_every_answer_from_another_questions_cache_says_so() -> None:
     assert [r.misses for r in session.reports] == [0, 1, 1, 0, 4]
     assert [len(r.lines()) for r in session.reports] == [2, 3, 3, 2, 3]
     assert "question 4" in session.reports[4].lines()[2]
-
-
-def test_the_loss_is_against_all_that_was_read_or_not_known() -> None:
-    session = talked(chat(), MILL, "Who?", "Why?")
-    session.refresh()
-    say(session, "Again?")
-    first, later, again = (r.loss for r in session.reports)
+    first, later, _, again, _ = (r.loss for r in session.reports)
     assert first.est_mass_lost_mean is not None
     assert (later.est_mass_lost_mean, later.method) == (None, UNKNOWN)
     assert later.est_mass_lost_max is later.est_mass_lost_argmax_layer is None
     assert again.method == "window"
     assert "not known: tokens were evicted before" in render.stats(session.reports[1])
-    whole = chat(budget=2000)  # nothing leaves, so nothing hides the loss
-    whole.attach(MILL)
-    for question in ("Who?", "Why?"):
-        say(whole, question)
+    # Nothing leaves, so nothing hides the loss.
+    whole = talked(chat(budget=2000), MILL, "Who?", "Why?")
     assert UNKNOWN not in [r.loss.method for r in whole.reports]
 
 
@@ -263,35 +253,23 @@ def test_a_saved_chat_keeps_the_setting() -> None:
 
 def test_commands_in_a_chat(tmp_path: Path) -> None:
     (tmp_path / "report.txt").write_text("The mill is run by Ada. " * 20)
-    lines = [
-        "/refresh",
-        "/set reuse",
-        "first",
-        "/refresh",
-        "second",
-        "/stats",
-        "/refresh now",
-        "/set reuse blind",
-        "/set reuse never",
-        "third",
-    ]
-    flags = ("--reuse", "once", "--policy", "adakv", "--budget", "64", "--max-tokens", "4")
+    typed = "/refresh|/set reuse|first|/refresh|second|/stats|/refresh now|/set reuse blind"
+    typed += "|/set reuse never|third"
+    flags = "--reuse once --policy adakv --budget 64 --max-tokens 4".split()
     called = ["chat", str(tmp_path / "report.txt"), *flags]
-    done = CliRunner().invoke(app, called, input="\n".join(lines))
+    done = CliRunner().invoke(app, called, input=typed.replace("|", "\n"))
     assert done.exit_code == 2  # of /refresh with nothing there
     err = " ".join(done.stderr.split())
-    for text in (
-        "there is nothing to read again",
-        "reuse once --reuse",
-        "your next question reads the documents and all that was said again",
-        "refresh: the whole conversation was read again for this question",
-        "tokens read again",
-        "/refresh takes nothing",
-        "reuse blind /set",
-        "text read so far stays as it is; /clear reads it again, and evicts before any question",
-        "reuse must be one of auto, recall, refresh, once, blind, got 'never'",
-    ):
-        assert text in err, text
+    told = """there is nothing to read again
+        reuse once --reuse
+        your next question reads the documents and all that was said again
+        refresh: the whole conversation was read again for this question
+        tokens read again
+        /refresh takes nothing
+        reuse blind /set
+        text read so far stays as it is; /clear reads it again, and evicts before any question
+        reuse must be one of auto, recall, refresh, once, blind, got 'never'"""
+    assert [line for line in map(str.strip, told.splitlines()) if line not in err] == []
     assert err.count("tokens read again") == 1
 
 

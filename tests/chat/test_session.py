@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fakes import BOS, END, ROLES, ByteTokenizer, ChatML, FakeEngine
+from refusals import refused
 from small_chat import chat_over, reported
 
 from minikv.chat.eviction_config import EvictionConfig
@@ -16,13 +17,8 @@ from minikv.errors import NumericsError, UsageError
 def make(max_context: int = 4096, **given: Any) -> ChatSession:
     tokenizer = ByteTokenizer()
     template = ChatML(tokenizer, given.pop("notes", ()))
-    return chat_over(
-        given.pop("engine", None) or FakeEngine(),
-        tokenizer,
-        template,  # type: ignore[arg-type]
-        max_context=max_context,
-        **given,
-    )
+    engine = given.pop("engine", None) or FakeEngine()
+    return chat_over(engine, tokenizer, template, max_context=max_context, **given)
 
 
 def check(chat: ChatSession) -> None:
@@ -119,8 +115,7 @@ def test_configure_checks_before_it_changes_anything() -> None:
     chat.configure(EvictionConfig.read("full"))
     assert chat.eviction.policy == "full"
     assert chat.engine.kv.configured[-1].budget is None  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match="smallest useful"):
-        chat.configure(EvictionConfig.read("streaming", budget=5))
+    refused("smallest useful", chat.configure, EvictionConfig.read("streaming", budget=5))
     assert chat.eviction.policy == "full"
 
 
@@ -128,23 +123,20 @@ def test_configure_checks_before_it_changes_anything() -> None:
     ("arguments", "match"),
     [
         ({"question": "  "}, "question is empty"),
-        ({"question": "q", "max_tokens": 0}, "`max_tokens`"),
-        ({"question": "q", "temperature": -1.0}, "`temperature`"),
-        ({"question": "q", "temperature": float("nan")}, "`temperature`"),
-        ({"question": "q", "top_p": 1.5}, "`top_p`"),
-        ({"question": "q", "top_k": -1}, "between 0 and 2,147,483,648, got -1"),
+        ({"max_tokens": 0}, "`max_tokens`"),
+        *(({"temperature": wrong}, "`temperature`") for wrong in (-1.0, float("nan"))),
+        ({"top_p": 1.5}, "`top_p`"),
+        ({"top_k": -1}, "between 0 and 2,147,483,648, got -1"),
         ({"question": "\udce9"}, "not valid Unicode"),
     ],
 )
 def test_bad_arguments_change_nothing(arguments: dict[str, Any], match: str) -> None:
     chat = make()
-    with pytest.raises(UsageError, match=match):
-        chat.ask(**arguments)  # at once, not with the first piece
+    refused(match, chat.ask, **{"question": "q"} | arguments)  # at once, not with a piece
     check(chat)
     assert chat.turn == 0
 
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
 def test_an_empty_document_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"e\.txt is empty"):
-        make().attach(text, "e.txt")
+    refused(r"e\.txt is empty", make().attach, text, "e.txt")

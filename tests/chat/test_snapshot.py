@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import tiny
 from lettered import lettered
-from small_chat import chat, reported, say
+from refusals import refused
+from small_chat import chat, held_of, reported, say
 from test_session import check, make
 
 import minikv
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.chat.session import ChatSession
 from minikv.chat.transcript import TokenLog
-from minikv.errors import UsageError
 
 
 def test_turns_are_what_the_transcript_says_and_the_curve_what_was_measured() -> None:
@@ -74,15 +74,12 @@ def test_a_lost_cache_is_not_cut_but_read_again() -> None:
 
 def test_undo_says_what_it_cannot_do() -> None:
     session = chat()
-    with pytest.raises(UsageError, match="no turn to undo"):
-        session.undo()
+    refused("no turn to undo", session.undo)
     for i in range(5):
         say(session, f"question {i}")
     fed = list(session.fed)
-    with pytest.raises(UsageError, match="1 or more"):
-        session.undo(0)
-    with pytest.raises(UsageError, match="this chat has 5 turns"):
-        session.undo(6)
+    refused("1 or more", session.undo, 0)
+    refused("this chat has 5 turns", session.undo, 6)
     assert session.fed == fed
     assert len(session.turns) == 5
 
@@ -96,10 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def real(folder: Path, **given: Any) -> ChatSession:
-    made = minikv.load(
-        str(folder),
-        **{"policy": "adakv", "budget": 48, "dtype": "float32", "device": "cpu"} | given,
-    )
+    usual = {"policy": "adakv", "budget": 48, "dtype": "float32", "device": "cpu"}
+    made = minikv.load(str(folder), **usual | given)
     made.undo_turns = 4
     made.attach(TEXT, "story.txt")
     return made
@@ -113,15 +108,6 @@ def figures(chat: ChatSession) -> dict[str, Any]:
     for name in ("allocated", "peak_prefill"):  # room was made for another length
         del record["kv_bytes"][name]
     return record
-
-
-def kept(chat: ChatSession) -> list[list[int]]:
-    shape = chat.engine.kv.shape
-    return [
-        chat.kept(layer, head).tolist()
-        for layer in range(shape.layers)
-        for head in range(shape.kv_heads)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -144,15 +130,14 @@ def test_tokens_cache_and_record_are_those_of_a_longer_answer(
     said = "".join(parts.ask("and then?", 7, temperature))
     for more in (1, 12, 20):
         said += "".join(parts.continue_answer(more, temperature))
-    assert parts.fed == one.fed
-    assert parts.pending_token == one.pending_token
     assert parts.turns[-1].answer == one.turns[-1].answer == whole
-    assert parts.messages == one.messages
+    for name in ("fed", "pending_token", "messages"):
+        assert getattr(parts, name) == getattr(one, name)
     assert figures(parts) == figures(one)
     assert len(parts.turns) == parts.turn == 2
     assert parts.curve[-1][:2] == one.curve[-1][:2]
     assert len(parts.curve) == len(one.curve)
-    assert kept(parts) == kept(one)
+    assert held_of(parts) == held_of(one)
     assert "".join(parts.ask("why?", 9)) == "".join(one.ask("why?", 9))
 
 
@@ -162,8 +147,6 @@ def test_the_record_adds_up_what_the_parts_took() -> None:
     first = reported(chat)
     "".join(chat.continue_answer(max_tokens=4))
     second = reported(chat)
-    assert first is not None
-    assert second is not None
     assert second.tokens.generated == 9
     assert second.sampling["max_tokens"] == 9
     assert second.time_s.total > first.time_s.total
@@ -185,27 +168,24 @@ def test_a_stop_text_may_begin_before_the_limit_and_end_after_it() -> None:
 
 
 def test_what_cannot_go_on_says_why_and_changes_nothing(folder: Path) -> None:
+    def stays(says: str, chat: ChatSession, *tokens: int) -> None:
+        refused(says, lambda: list(chat.continue_answer(*tokens)))
+
     chat = make()
-    with pytest.raises(UsageError, match="no answer to continue"):
-        list(chat.continue_answer())
+    stays("no answer to continue", chat)
     whole = "".join(chat.ask("tell me"))
-    with pytest.raises(UsageError, match="the model ended its answer"):
-        list(chat.continue_answer())
-    list(chat.ask("again", stop=["a", "e", "i", *"bcdfgh", *"jklmnopqrstuvwxyz"]))
-    with pytest.raises(UsageError, match="a stop text"):
-        list(chat.continue_answer())
+    stays("the model ended its answer", chat)
+    list(chat.ask("again", stop=[*"abcdefghijklmnopqrstuvwxyz"]))
+    stays("a stop text", chat)
     assert chat.turns[0].answer == whole
     short = make(max_context=20)
     list(short.ask("tell me all", max_tokens=256))
     assert reported(short).stop_reason == "context"
-    with pytest.raises(UsageError, match="context is full"):
-        list(short.continue_answer())
+    stays("context is full", short)
     other = real(folder)
     list(other.ask("what is in it?", 5))
     other.configure(EvictionConfig.read("snapkv", budget="48"))
     fed, turns = list(other.fed), list(other.turns)
-    with pytest.raises(UsageError, match="policy or the budget has changed"):
-        list(other.continue_answer())
+    stays("policy or the budget has changed", other)
     assert (other.fed, other.turns) == (fed, turns)
-    with pytest.raises(UsageError, match="at least 1"):
-        list(other.continue_answer(0))
+    stays("at least 1", other, 0)

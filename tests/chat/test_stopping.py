@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from inspect import signature
+from operator import methodcaller
 from typing import Any
 
 import pytest
+from refusals import failing, refused
 from small_chat import chat, held_of, reported
 from test_session import make
 
@@ -59,49 +62,46 @@ def begun() -> ChatSession:
     return session
 
 
-def state(session: ChatSession) -> tuple[object, ...]:
-    return list(session.fed), held_of(session), session.messages, session.pending_token
+def as_alone(session: ChatSession, *asked: tuple[Any, ...]) -> None:
+    """The chat is one that was asked this and nothing else."""
+    alone = begun()
+    for question in asked:
+        list(alone.ask(*question))
+    assert [turn.answer for turn in session.turns] == [turn.answer for turn in alone.turns]
+    for name in ("fed", "messages", "pending_token"):
+        assert getattr(session, name) == getattr(alone, name)
+    assert held_of(session) == held_of(alone)
 
 
-def undisturbed() -> tuple[str, str, ChatSession]:
-    session = begun()
-    first = "".join(session.ask("Who runs it?", 12, 0.7))
-    return first, "".join(session.ask("And then?", 12, 0.7)), session
+TWO = (("Who runs it?", 12, 0.7), ("And then?", 12, 0.7))
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        lambda session: list(session.ask("And then?")),
-        lambda session: next(session.ask("And then?")),
-        lambda session: session.undo(),
-        lambda session: session.reset(),
-        lambda session: session.attach("More."),
-        lambda session: session.refresh(),
-        lambda session: session.snapshot(),
-        lambda session: session.configure(session.eviction),
-    ],
-    ids=["ask", "next", "undo", "reset", "attach", "refresh", "snapshot", "configure"],
-)
+OTHERS: dict[str, Callable[[ChatSession], object]] = {
+    "ask": lambda session: list(session.ask("And then?")),
+    "next": lambda session: next(session.ask("And then?")),
+    **{name: methodcaller(name) for name in ("undo", "reset", "refresh", "snapshot")},
+    "attach": lambda session: session.attach("More."),
+    "configure": lambda session: session.configure(session.eviction),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_what_comes_into_an_open_answer_is_refused(other: Callable[[ChatSession], object]) -> None:
     """With an error that names the answer and how to end it; the answer and the one after it are
     those of a chat that nothing came into."""
-    first, second, alone = undisturbed()
     session = begun()
-    answer = session.ask("Who runs it?", 12, 0.7)
+    answer = session.ask(*TWO[0])
     pieces = [next(answer)]
-    with pytest.raises(UsageError, match=OPEN) as refused:
-        other(session)
-    assert "close() its iterator" in refused.value.hint
-    assert "close() its iterator" in "".join(refused.value.__notes__), "a traceback shows it"
-    assert "".join([*pieces, *answer]) == first
-    assert "".join(session.ask("And then?", 12, 0.7)) == second
-    assert state(session) == state(alone)
+    error = refused(OPEN, other, session)
+    assert "close() its iterator" in error.hint
+    assert "close() its iterator" in "".join(error.__notes__), "a traceback shows it"
+    assert "".join([*pieces, *answer]) == session.turns[0].answer
+    list(session.ask(*TWO[1]))
+    as_alone(session, *TWO)
 
 
 def test_another_thread_is_refused_while_the_prompt_is_read() -> None:
     """In the middle of a prompt, from a second thread; nothing waits and nothing is changed."""
-    first, second, alone = undisturbed()
     session = begun()
     errors: list[UsageError] = []
 
@@ -119,12 +119,11 @@ def test_another_thread_is_refused_while_the_prompt_is_read() -> None:
             other.join(60)
             assert not other.is_alive()
 
-    got = "".join(session.ask("Who runs it?", 12, 0.7, progress=progress))
+    list(session.ask(*TWO[0], progress=progress))
     assert len(errors) >= 3
     assert {str(error) for error in errors} == {"the answer to 'Who runs it?' is not finished"}
-    assert got == first
-    assert "".join(session.ask("And then?", 12, 0.7)) == second
-    assert state(session) == state(alone)
+    list(session.ask(*TWO[1]))
+    as_alone(session, *TWO)
 
 
 def test_two_threads_that_ask_at_once() -> None:
@@ -161,44 +160,28 @@ def test_two_threads_that_ask_at_once() -> None:
     assert all("not finished" in text or "another thread" in text for text in refused)
     questions = [turn.question for turn in session.turns]
     assert sorted(questions) == sorted(answered)
-    alone = begun()
-    for question in questions:
-        list(alone.ask(question, 3))
-    assert state(session) == state(alone)
+    as_alone(session, *((question, 3) for question in questions))
 
 
 def test_a_change_that_another_thread_makes_is_named() -> None:
     guard = Guard()
-    errors: list[UsageError] = []
-
-    def intrude() -> None:
-        try:
-            guard.change(lambda: None)
-        except UsageError as error:
-            errors.append(error)
 
     def run() -> None:
-        other = threading.Thread(target=intrude)
-        other.start()
-        other.join(60)
+        with ThreadPoolExecutor() as other:
+            says = r"^another thread is using this chat\n"
+            other.submit(refused, says, guard.change, lambda: None).result(60)
 
     guard.change(lambda: guard.change(run))  # a change may be made of others
-    assert [str(error) for error in errors] == ["another thread is using this chat"]
-    intrude()
-    assert len(errors) == 1
+    guard.change(lambda: None)
 
 
-def test_an_iterator_that_was_not_started_holds_nothing() -> None:
+def test_an_iterator_holds_nothing_before_its_start_nor_when_it_is_closed_or_collected() -> None:
     session = begun()
     waiting = session.ask("Later?", 4)
-    assert "".join(session.ask("Now?", 4)) is not None
+    list(session.ask("Now?", 4))
     assert [turn.question for turn in session.turns] == ["Now?"]
     list(waiting)
     assert [turn.question for turn in session.turns] == ["Now?", "Later?"]
-
-
-def test_an_iterator_that_is_closed_or_collected_lets_go() -> None:
-    session = begun()
     answer = session.ask("Who runs it?", 12)
     next(answer)
     answer.close()
@@ -206,9 +189,9 @@ def test_an_iterator_that_is_closed_or_collected_lets_go() -> None:
     for _ in session.ask("And then?", 12):
         break  # the last reference is gone with the loop
     gc.collect()
-    assert len(session.turns) == 2
+    assert len(session.turns) == 4
     list(session.ask("At last?", 2))
-    assert len(session.turns) == 3
+    assert len(session.turns) == 5
 
 
 def test_an_answer_can_be_finished_without_its_iterator() -> None:
@@ -224,8 +207,7 @@ def test_an_answer_can_be_finished_without_its_iterator() -> None:
     next(later)
     assert list(lost) == []
     lost.close()
-    with pytest.raises(UsageError, match="And then"):
-        session.undo()
+    refused("And then", session.undo)
     list(later)
     assert len(session.turns) == 2
 
@@ -243,16 +225,10 @@ def test_closing_gives_the_cache_back() -> None:
     assert list(answer) == []
     assert repr(session).startswith("<minikv chat: closed")
     session.close()
-    for use in (
-        lambda: list(session.ask("And then?")),
-        lambda: session.attach("More."),
-        lambda: session.kept(0, 0),
-        lambda: session.undo(),
-        lambda: session.snapshot(),
-        lambda: session.__enter__(),
-    ):
-        with pytest.raises(UsageError, match=r"^this chat is closed"):
-            use()
+    for use in (OTHERS["ask"], OTHERS["attach"], OTHERS["undo"], OTHERS["snapshot"]):
+        refused(r"^this chat is closed", use, session)
+    refused(r"^this chat is closed", session.kept, 0, 0)
+    refused(r"^this chat is closed", session.__enter__)
 
 
 def test_closing_while_another_thread_reads() -> None:
@@ -388,25 +364,15 @@ def test_it_says_what_it_returns() -> None:
 
 def test_errors_pass_through() -> None:
     session = begun()
-    with pytest.raises(UsageError, match="empty"):
-        session.ask_async(" ")
-
-    def fail(done: int, total: int) -> None:
-        raise RuntimeError("no more")
-
-    async def main() -> None:
-        async for _ in session.ask_async("Who?", progress=fail):
-            pass
-
+    refused("empty", session.ask_async, " ")
     with pytest.raises(RuntimeError, match="no more"):
-        asyncio.run(main())
-    alone = begun()
+        asyncio.run(ask(session, progress=failing(RuntimeError("no more"))))
 
     async def pieces() -> list[str]:
-        return [piece async for piece in session.ask_async("Who runs it?", 12, 0.7)]
+        return [piece async for piece in session.ask_async(*TWO[0])]
 
-    assert asyncio.run(pieces()) == list(alone.ask("Who runs it?", 12, 0.7))
-    assert state(session) == state(alone)
+    assert asyncio.run(pieces()) == list(begun().ask(*TWO[0]))
+    as_alone(session, TWO[0])
 
 
 def test_work_that_does_not_end_is_left() -> None:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from small_chat import chat, held_of, reported, say
 from tiers import MILL, RIVER, served
+from twins import Nth
 
 from minikv.cache.tier_file import FileRows
 from minikv.chat.recall import Place, Recall
@@ -56,9 +56,24 @@ def anew(question: str, *documents: str, **given: Any) -> tuple[str, list[list[i
     return answer, held
 
 
-def leave(session: ChatSession) -> None:
+def leave(*sessions: ChatSession) -> None:
     """What the end of a process does."""
-    session.recall.leave()
+    for session in sessions:
+        session.recall.leave()
+
+
+def once(
+    folder: Path, question: str, *documents: str, **how: Any
+) -> tuple[tuple[str, list[list[int]]], int]:
+    """What a process says that asks one question: answer and rows; and how much it read."""
+    session = remembering(folder, **how)
+    *found, new = told(session, question, *documents)
+    leave(session)
+    return (found[0], found[1]), new
+
+
+def abouts(folder: Path) -> list[str]:
+    return [one.about for one in Store(folder, LIMIT, {}).entries()]
 
 
 @pytest.fixture
@@ -69,10 +84,8 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def read(folder: Path) -> Path:
     """A folder in which one conversation about the mill and the river is remembered."""
-    session = remembering(folder)
-    told(session, "Who?", LONG)
-    leave(session)
-    assert [one.about for one in Store(folder, LIMIT, {}).entries()] == ["a.txt"]
+    once(folder, "Who?", LONG)
+    assert abouts(folder) == ["a.txt"]
     return folder
 
 
@@ -90,11 +103,9 @@ def test_a_later_chat_reads_only_the_question(folder: Path, how: dict[str, Any])
     assert told(first, "Who?", LONG)[:2] == anew("Who?", LONG, **rest)
     second = told(first, "Since when?")[0]  # the chat itself continues
     leave(first)
-    other = remembering(folder, **how)
-    answer, held, new = told(other, "And the river?", LONG)
-    assert (answer, held) == anew("And the river?", LONG, **rest)
+    found, new = once(folder, "And the river?", LONG, **how)
+    assert found == anew("And the river?", LONG, **rest)
     assert new < 60
-    leave(other)
     assert len(Store(folder, LIMIT, {}).entries()) == 1
     without = chat(reuse="auto", **rest)
     without.recall = Recall(without.engine.kv, how.get("tier", "ram"))
@@ -104,39 +115,27 @@ def test_a_later_chat_reads_only_the_question(folder: Path, how: dict[str, Any])
 
 def test_the_longest_known_beginning_is_used_and_shared(read: Path) -> None:
     more = MILL * 2
-    session = remembering(read)
-    answer, held, new = told(session, "Who?", LONG, more)
-    assert (answer, held) == anew("Who?", LONG, more)
+    found, new = once(read, "Who?", LONG, more)
+    assert found == anew("Who?", LONG, more)
     assert len(more) < new < len(more) + 60
-    leave(session)
-    entries = Store(read, LIMIT, {}).entries()
-    assert len(entries) == 2
-    assert {path.stat().st_nlink for one in entries for path in one.path.glob("[rb]*[0-9s]")} == {
-        1,
-        2,
-    }
     store = Store(read, LIMIT, {})
+    entries = store.entries()
+    assert len(entries) == 2
+    links = {path.stat().st_nlink for one in entries for path in one.path.glob("[rb]*[0-9s]")}
+    assert links == {1, 2}
     store.remove(min(entries, key=lambda one: one.tokens))
     for documents in ((LONG, more), (LONG,), (LONG[:-9] + "otherwise",)):
-        session = remembering(read)
-        answer, held, new = told(session, "Why?", *documents)
-        assert (answer, held) == anew("Why?", *documents)
+        found, new = once(read, "Why?", *documents)
+        assert found == anew("Why?", *documents)
         assert new < 70
-        leave(session)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"policy": "h2o"},
-        {"policy": "kvzip"},
-        {"reuse": "blind"},
-        {"documents": (MILL[:40],)},
-        {"model": "another"},
-        {"tier_dtype": "int8", "foreign": True},
-    ],
-    ids=str,
-)
+OTHERWISE: list[dict[str, Any]] = [{"policy": "h2o"}, {"policy": "kvzip"}, {"reuse": "blind"}]
+OTHERWISE += [{"documents": (MILL[:40],)}, {"model": "another"}]
+OTHERWISE += [{"tier_dtype": "int8", "foreign": True}]
+
+
+@pytest.mark.parametrize("how", OTHERWISE, ids=str)
 def test_what_is_not_remembered(read: Path, how: dict[str, Any]) -> None:
     """Policies that need what no tier has, short prompts, other models and formats."""
     foreign = how.pop("foreign", False)
@@ -190,8 +189,7 @@ def test_a_later_document_is_remembered_with_what_came_before(
     answer, rows, new = told(other, "Since when?")
     assert (answer, rows) == (session.turns[-1].answer, held_of(session))
     assert new < 60
-    for one in (session, other):
-        leave(one)
+    leave(session, other)
     held_twice = Store(folder, LIMIT, {}).entries()
     files = {path.stat().st_ino: path.stat().st_size for path in folder.glob("*/*")}
     assert taken(held_twice) == sum(files.values())
@@ -203,14 +201,10 @@ def test_the_least_recently_used_leave(folder: Path) -> None:
     store, limit = Store(folder, LIMIT, {}), LIMIT
     told_of = [("A", False), ("B", False), ("A", True), ("C", False), ("A", True), ("B", False)]
     for letter, found in told_of:
-        session = remembering(folder, limit=limit)
-        assert (told(session, "Who?", letter + LONG)[2] < 60) == found
-        leave(session)
+        assert (once(folder, "Who?", letter + LONG, limit=limit)[1] < 60) == found
         limit = store.entries()[0].nbytes * 5 // 2
     assert len(store.entries()) == 2
-    session = remembering(folder, limit=limit // 3)
-    assert told(session, "Who?", "D" + LONG)[:2] == anew("Who?", "D" + LONG)
-    leave(session)
+    assert once(folder, "Who?", "D" + LONG, limit=limit // 3)[0] == anew("Who?", "D" + LONG)
     assert len(store.entries()) == 2
 
 
@@ -226,15 +220,10 @@ def test_every_altered_byte_is_found(read: Path, tmp_path: Path) -> None:
             altered = bytearray(data)
             altered[at] ^= 1 << draw.randrange(8)
             (copy / entry.name / name).write_bytes(altered)
-            session = remembering(copy)
-            assert told(session, "Why?", LONG)[:2] == want
-            leave(session)
-            for count in (2, 1):  # what was read instead is remembered, at the latest now
-                later = remembering(copy)
-                answer, held, new = told(later, "Why?", LONG)
-                assert (answer, held) == want
-                assert new < 60 or count == 2
-                leave(later)
+            for count in (3, 2, 1):  # what was read instead is remembered, at the latest now
+                found, new = once(copy, "Why?", LONG)
+                assert found == want
+                assert new < 60 or count > 1
             shutil.rmtree(copy)
 
 
@@ -250,22 +239,8 @@ def test_damaged_entries_stop_nothing(read: Path, name: str, what: str) -> None:
         path.symlink_to("/dev/zero")
     elif what != "gone":
         path.write_bytes(data[: len(data) // 2 if what == "cut" else 0])
-    session = remembering(read)
-    assert told(session, "Why?", LONG)[:2] == anew("Why?", LONG)
-    leave(session)
-    assert [one.about for one in Store(read, LIMIT, {}).entries() if one.about == "damaged"] == []
-
-
-class Nth:
-    """`real`, but the n-th call fails."""
-
-    def __init__(self, real: Callable[..., Any], number: Iterator[int], n: int, code: int) -> None:
-        self.real, self.number, self.n, self.code = real, number, n, code
-
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        if next(self.number) == self.n:
-            raise OSError(self.code, os.strerror(self.code))
-        return self.real(*given, **named)
+    assert once(read, "Why?", LONG)[0] == anew("Why?", LONG)
+    assert "damaged" not in abouts(read)
 
 
 CALLS = [("posix_fallocate", errno.ENOSPC), ("pwritev", errno.ENOSPC), ("preadv", errno.EIO)]
@@ -287,12 +262,8 @@ def test_whichever_call_fails_answers_are_right(
         with monkeypatch.context() as patch:
             patch.setattr(os, name, Nth(getattr(os, name), number, n, code))
             for one, want in zip(asked, wants, strict=True):
-                session = remembering(folder)
-                assert told(session, *one)[:2] == want
-                leave(session)
-        later = remembering(folder)
-        assert told(later, *asked[1])[:2] == wants[1]
-        leave(later)
+                assert once(folder, *one)[0] == want
+        assert once(folder, *asked[1])[0] == wants[1]
         if next(number) <= n:
             break
     assert n > 0
@@ -319,8 +290,7 @@ def test_two_chats_at_once(folder: Path) -> None:
     pieces = list(itertools.zip_longest(first, second, fillvalue=""))
     assert {"".join(side) for side in zip(*pieces, strict=True)} == {anew("Who?", LONG)[0]}
     three = remembering(folder)
-    leave(one)
-    leave(two)
+    leave(one, two)
     assert told(three, "Why?", LONG)[2] < 60
     shutil.rmtree(folder)
     four = chat(reuse="auto")
@@ -380,7 +350,7 @@ def test_what_cannot_be_read_now_or_does_not_fit_removes_nothing(
     with pytest.raises(ContextError):
         list(session.ask("Who?"))
     leave(session)
-    assert [one.about for one in Store(read, LIMIT, {}).entries()] == ["a.txt"]
+    assert abouts(read) == ["a.txt"]
 
 
 def test_a_document_without_a_name_is_listed(folder: Path) -> None:
@@ -388,20 +358,18 @@ def test_a_document_without_a_name_is_listed(folder: Path) -> None:
     session.attach(LONG)
     list(session.ask("Who?", 3))
     leave(session)
-    assert [one.about for one in Store(folder, LIMIT, {}).entries()] == ["piped or unnamed text"]
+    assert abouts(folder) == ["piped or unnamed text"]
 
 
 KILLED = """
 import sys, threading, time, os, signal
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
-from test_store import remembering, told, leave, LONG
+from test_store import LONG, once
 threading.Timer(float(sys.argv[2]), os.kill, (os.getpid(), signal.SIGKILL)).start()
 while True:
     for letter in "ABC":
-        session = remembering(Path(sys.argv[1]), limit=700_000)
-        told(session, "Who?", letter + LONG)
-        leave(session)
+        once(Path(sys.argv[1]), "Who?", letter + LONG, limit=700_000)
 """
 
 
@@ -416,10 +384,8 @@ def test_after_200_kills_answers_are_right(folder: Path) -> None:
         command = [sys.executable, "-c", KILLED, str(folder), str(draw.uniform(0.05, 1.0)), *paths]
         assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
         for letter, want in wants.items():
-            session = remembering(folder, limit=700_000)
-            answer, held, new = told(session, "Why?", letter + LONG)
-            assert (answer, held) == want
+            answered, new = once(folder, "Why?", letter + LONG, limit=700_000)
+            assert answered == want
             found += new < 60
-            leave(session)
         assert not [path for path in folder.iterdir() if path.name.startswith(".")]
     assert found > 20

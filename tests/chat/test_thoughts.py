@@ -7,11 +7,13 @@ import itertools
 import random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from fakes import PADDED, ByteStream, ByteTokenizer, FakeTags, ThinkML
 from small import SPOKEN, network, over
 from small_chat import chat_over, reported, scripted, verified
+from test_answer import Texts
 
 from minikv.chat.answer import Answer
 from minikv.chat.eviction_config import EvictionConfig
@@ -42,19 +44,6 @@ WRITTEN = {
 }
 
 
-class Pieces:
-    """A decoder whose tokens are numbers of texts."""
-
-    def __init__(self, texts: list[str]) -> None:
-        self.texts = texts
-
-    def push(self, token: int) -> str:
-        return self.texts[token]
-
-    def flush(self) -> str:
-        return ""
-
-
 def cuttings(text: str, rng: random.Random) -> list[list[str]]:
     """The text in one piece, letter by letter, and cut at random."""
     made = [[text], list(text)]
@@ -68,14 +57,8 @@ def cuttings(text: str, rng: random.Random) -> list[list[str]]:
 def test_thoughts_are_told_from_the_answer(case: str) -> None:
     text, opened, thoughts, answer = WRITTEN[case]
     for pieces in cuttings(text, random.Random(case)):
-        said: list[str] = []
-        counts: list[int] = []
-
-        def say(piece: str, tokens: int, said: list[str] = said, counts: Any = counts) -> None:
-            said.append(piece)
-            counts.append(tokens)
-
-        made = Answer(Pieces(pieces), ["STOP"], Thoughts(FakeTags(), opened, say=say))
+        say = Mock()
+        made = Answer(Texts(pieces), ["STOP"], Thoughts(FakeTags(), opened, say=say))
         shown = ""
         for token in range(len(pieces)):
             shown += made.push(token)
@@ -85,17 +68,18 @@ def test_thoughts_are_told_from_the_answer(case: str) -> None:
         made.reason = "length"
         ended = made.ended(ByteTokenizer(), range(made.generated - made.overshot))
         assert (ended.thoughts.text, shown, ended.text) == (thoughts, answer, answer), pieces
-        assert "".join(said).strip() == thoughts
+        assert "".join(call.args[0] for call in say.mock_calls).strip() == thoughts
         # Its tokens are those up to the one that completes the closing tag.
         inside = bool(opened or "<think>" in text.lstrip()[:7])
         close = text.find("</think>") + 8 if "</think>" in text else len(text) + 1
         ends = itertools.accumulate(map(len, pieces))
         upto = next((i for i, end in enumerate(ends, 1) if end >= close), len(pieces))
         assert ended.thoughts.tokens == (upto if inside else 0)
+        counts = [call.args[1] for call in say.mock_calls]
         assert counts == sorted(counts)
         # An interrupt may have left fewer tokens in the transcript than were taken.
         fewer = made.generated // 2
-        codec: Any = SimpleNamespace(stream=lambda pieces=pieces: Pieces(pieces))
+        codec: Any = SimpleNamespace(stream=lambda pieces=pieces: Texts(pieces))
         left = Thoughts(FakeTags(), opened)
         for token in range(fewer):
             left.push(token, pieces[token])

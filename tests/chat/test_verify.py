@@ -6,9 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from layouts import segment
+from refusals import failing, refused
 from small_chat import chat, held_of, reported, say, talked, verified
 from tiers import MILL, recalling
+from twins import contents
 
 from minikv.chat.recall import Recall
 from minikv.chat.report import AgainstFull
@@ -29,19 +30,13 @@ def state(session: ChatSession) -> tuple[Any, ...]:
     """All that a chat is made of, bit by bit, but for what is known of the last answer."""
     arena, tier = session.engine.kv.arena, session.recall.tier
     assert tier is not None
-    columns = [
-        (name, i, h, segment(arena, name, i, h).tolist())
-        for name in arena.columns
-        for i in range(2)
-        for h in range(2)
-    ]
     rows = [
         {name: column.tolist() for name, column in tier.rows.read(i, tier.length).items()}
         for i in range(2)
     ]
     report = replace(reported(session), against_full=AgainstFull())
     talk = (list(session.fed), session.pending_token, list(session.messages), report)
-    return str(columns), str(rows), tier.length, session.recall.tokens, held_of(session), talk
+    return contents(arena), str(rows), tier.length, session.recall.tokens, held_of(session), talk
 
 
 def full_answer(session: ChatSession, tokens: int, temperature: float) -> list[int]:
@@ -114,11 +109,8 @@ def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
     assert session.verified is None
     assert state(session) == before
 
-    def fails(*args: object) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patch:
-        patch.setattr(session.engine.kv.ops, "rows_attention", fails)
+        patch.setattr(session.engine.kv.ops, "rows_attention", failing(MemoryError()))
         with pytest.raises(MemoryError):
             list(session.verify())
     assert state(session) == before
@@ -141,28 +133,27 @@ def test_an_answer_that_ends_at_a_stop_text_or_was_continued() -> None:
 
 def test_what_cannot_be_verified_says_why() -> None:
     """Also that a tier of int8 can."""
+
+    def unknown(says: str, session: ChatSession) -> None:
+        refused(says, lambda: list(session.verify()))
+
     coded = recalling(budget=1000)
     coded.recall = Recall(coded.engine.kv, "ram", "int8")
-    with pytest.raises(UsageError, match="no answer to verify"):
-        list(coded.verify())
+    unknown("no answer to verify", coded)
     coded.attach(MILL)
     list(coded.ask("Who?", 12, 0.7))
     assert verified(coded).complete
     plain = chat(reuse="once")
     list(plain.ask("Who?", 4))
-    with pytest.raises(UsageError, match="no tier has the text"):
-        list(plain.verify())
+    unknown("no tier has the text", plain)
     session, other = asked("Who?", "Why?"), recalling()
     snapshot = session.snapshot()
     other.restore(snapshot)
-    with pytest.raises(UsageError, match="no tier"):
-        list(other.verify())
-    unknown = replace(snapshot, held=None, said=replace(snapshot.said, log=TokenLog()))
-    other.restore(unknown)  # as by `/load NAME --reread`
-    with pytest.raises(UsageError, match="not known until its next question"):
-        list(other.verify())
+    unknown("no tier", other)
+    bare = replace(snapshot, held=None, said=replace(snapshot.said, log=TokenLog()))
+    other.restore(bare)  # as by `/load NAME --reread`
+    unknown("not known until its next question", other)
     session.reset()
     list(session.ask("Else?", 4))
     session.restore(snapshot)
-    with pytest.raises(UsageError, match="no longer has its question"):
-        list(session.verify())
+    unknown("no longer has its question", session)

@@ -4,6 +4,7 @@ whatever ends it."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from faults import AtLine
 from small import VOCAB, engine, ids, network, shape
 from stepping import GREEDY, STEPS, Pair, pair
 from tape import Tape
+from twins import on_cuda
 
 from minikv import policies
 from minikv.cache import eviction
@@ -29,7 +31,6 @@ from minikv.engine.engine import Engine
 from minikv.engine.sampling import WINDOW, Sampling
 from minikv.errors import ContextError, NumericsError
 from minikv.models.llama import Llama
-from minikv.models.tensors import tensors_of
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -39,33 +40,11 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "_MULTIPLE", 16)
 
 
-class Faulty:
-    """A network that fails, or whose logits are NaN, at chosen calls counted from 0."""
-
-    def __init__(self, net: Llama) -> None:
-        self.net, self.calls = net, 0
-        self.at: dict[int, Callable[[], None] | None] = {}
-
-    def forward(self, tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
-        call, self.calls = self.calls, self.calls + 1
-        logits = self.net.forward(tokens, kv)
-        if call not in self.at:
-            return logits
-        fault = self.at[call]
-        if fault is not None:
-            fault()
-        return torch.full_like(logits, float("nan"))
-
-
-def faulty(step: str = "hashevict", prompt: int = 30) -> tuple[Pair, Faulty]:
-    """A pair whose `there` runs on a network that can be told to fail, just after a prompt."""
-    run = pair(Eager(), "full", step, 24)
-    net = Faulty(run.there.network)  # type: ignore[arg-type]
-    run.there.network = net
-    assert run.there._loop is not None
-    run.there._loop._network = net
+def begun(step: str, prompt: int, budget: int | None = 24, **given: Any) -> Pair:
+    """A pair just after a prompt. budget: where there is a step policy."""
+    run = pair(Eager(), "full", step, None if step == "none" else budget, **given)
     run.prompt(ids(prompt))
-    return run, net
+    return run
 
 
 WARM = [Sampling(0.8), Sampling(1.5, top_k=5), Sampling(1.0, top_p=0.7, min_p=0.02)]
@@ -193,8 +172,7 @@ def test_an_equal_policy_is_configured_and_nothing_is_recorded_anew() -> None:
 def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None:
     """The step after the last one is under way when the answer ends: it must not count. A policy
     that evicts before attention has none under way."""
-    run = pair(Eager(), "full", step, None if step == "none" else 24)
-    run.prompt(ids(40))
+    run = begun(step, 40)
     for turn in range(2):
         run.write(3 + turn)
         policy = run.there.kv.rules.step
@@ -209,8 +187,7 @@ def test_a_stop_leaves_the_cache_as_if_nothing_had_been_begun(step: str) -> None
 
 
 def test_nothing_is_launched_beyond_the_context() -> None:
-    run = pair(Eager(), "full", "roco", 24, net=network(layers=2, max_context=40))
-    run.prompt(ids(36))
+    run = begun("roco", 36, net=network(layers=2, max_context=40))
     run.write(4)
     assert run.there._loop._early is None  # type: ignore[union-attr]
     run.agree()
@@ -221,8 +198,7 @@ def test_nothing_is_launched_beyond_the_context() -> None:
 
 
 def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
-    run = pair(Eager(), "full", "scissorhands", 24)
-    run.prompt(ids(30))
+    run = begun("scissorhands", 30)
     run.write(3)
     kv = run.there.kv
     token, drawn = run.token, list(run.drawn)
@@ -238,29 +214,45 @@ def test_a_chat_is_set_aside_and_taken_up_with_a_step_under_way() -> None:
 @pytest.mark.parametrize("step", ["roco", "hashevict", "none"])
 @pytest.mark.parametrize("call", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("fault", "error"),
+    ("fault", "error", "sampling"),
     [
-        (None, NumericsError),
-        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt),
-        (Mock(side_effect=RuntimeError("no such\nthing")), RuntimeError),
+        (None, NumericsError, GREEDY),
+        (Mock(side_effect=KeyboardInterrupt), KeyboardInterrupt, GREEDY),
+        (Mock(side_effect=RuntimeError("no such\nthing")), RuntimeError, GREEDY),
+        (Mock(side_effect=RuntimeError), RuntimeError, Sampling(1.5)),
     ],
 )
-def test_a_step_that_fails_drops_the_cache(step: str, call: int, fault: Any, error: Any) -> None:
+def test_a_step_that_fails_drops_the_cache(
+    step: str, call: int, fault: Any, error: Any, sampling: Sampling
+) -> None:
     """Also one that was launched ahead. The tokens before it are those of single steps, and the
-    cache serves the next prompt as a new one does."""
-    run, net = faulty(step)
-    net.calls, net.at = 0, {call: fault}
-    drawn = [run.token]
+    cache serves the next prompt as a new one does, whatever the error left in the device's
+    memory."""
+    run = begun(step, 30, sampling=sampling)
+    loop: Any = run.there._loop
+    net, calls = loop._network, itertools.count()
+
+    def forward(tokens: torch.Tensor, kv: Attend) -> torch.Tensor:
+        logits = net.forward(tokens, kv)
+        if next(calls) != call:
+            return logits
+        if fault is not None:
+            fault()
+        return torch.full_like(logits, float("nan"))
+
+    loop._network = SimpleNamespace(forward=forward)
+    drawn, how = [run.token], (VOCAB, sampling, run.seed)
     with pytest.raises(error):
-        drawn.extend(run.there.next(drawn[-1], VOCAB, GREEDY, run.seed) for _ in range(5))
+        drawn.extend(run.there.next(drawn[-1], *how) for _ in range(5))
+    loop._network = net
+    loop._draws.fill_(0.999)
     del drawn[0]
     assert call - 1 <= len(drawn) <= call
     for want in drawn:
-        run.token = run.here.next(run.token, VOCAB, GREEDY, run.seed)
+        run.token = run.here.next(run.token, *how)
         assert run.token == want
     assert run.there.kv.position == 0
     assert int(run.there.kv.arena.length.sum()) == 0
-    net.at = {}
     run.here.reset()
     run.prompt(ids(30))
     run.write(3)
@@ -273,9 +265,8 @@ def test_an_interrupt_at_any_line_counts_tokens_or_drops_the_cache(step: str, pa
     the tokens that it counts, or none."""
     net, dropped = network(layers=2), 0
 
-    def begun() -> Pair:
-        run = pair(Eager(), "full", step, None if step == "none" else 24, net=net)
-        run.prompt(ids(30))
+    def written() -> Pair:
+        run = begun(step, 30, net=net)
         run.write(2)
         return run
 
@@ -286,12 +277,12 @@ def test_an_interrupt_at_any_line_counts_tokens_or_drops_the_cache(step: str, pa
         run.there.kv.settle()
 
     counted = AtLine(0, KeyboardInterrupt())
-    whole = begun()
+    whole = written()
     with counted:
         go(whole)
     lines = range(1, counted.count + 1)
     for at in random.Random(0).sample(lines, math.ceil(part * len(lines))):
-        run = begun()
+        run = written()
         with contextlib.suppress(KeyboardInterrupt), AtLine(at, KeyboardInterrupt()):
             go(run)
         run.there.kv.abandon()
@@ -309,7 +300,7 @@ def test_an_interrupt_at_any_line_counts_tokens_or_drops_the_cache(step: str, pa
 
 def test_an_error_while_random_numbers_are_sent_leaves_none(monkeypatch: Any) -> None:
     """What is drawn after the conversation was read again is what a new one draws."""
-    run, other = (pair(Eager(), "full", "h2o", 24, sampling=Sampling(1.0)) for _ in "ab")
+    run, other = (begun("h2o", 30, sampling=Sampling(1.0)) for _ in "ab")
     made = torch.tensor
 
     def fail(values: object, **how: object) -> torch.Tensor:
@@ -317,8 +308,6 @@ def test_an_error_while_random_numbers_are_sent_leaves_none(monkeypatch: Any) ->
             raise MemoryError
         return made(values, **how)  # type: ignore[arg-type]
 
-    for each in (run, other):
-        each.prompt(ids(30))
     monkeypatch.setattr(decode_loop.torch, "tensor", fail)
     with pytest.raises(MemoryError):
         run.there.next(run.token, VOCAB, run.sampling, run.seed)
@@ -341,8 +330,8 @@ def test_a_capture_that_fails_leaves_it_to_the_host(monkeypatch: pytest.MonkeyPa
         how = (run.token, VOCAB, GREEDY, run.seed)
         run.token = run.here.next(*how)
         assert run.there.next(*how) == run.token
-    assert len(run.there.notices) == 1
-    assert "\n" not in run.there.notices[0]
+    (notice,) = run.there.notices
+    assert "\n" not in notice
     run.agree()
 
 
@@ -370,14 +359,6 @@ def test_on_a_cpu_steps_are_single() -> None:
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
-def _on_cuda(net: Llama) -> Llama:
-    """The same weights there."""
-    moved = Llama(net.config, rows=net.rows, device="cuda")
-    for (_, mine), (_, theirs) in zip(tensors_of(moved), tensors_of(net), strict=True):
-        mine.copy_(theirs)
-    return moved
-
-
 def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -> KVCache:
     """A cache beside those weights."""
     kv = engine(net, prompt, step, 44).kv
@@ -390,7 +371,7 @@ def _there(net: Llama, kernels: str, prompt: str = "full", step: str = "none") -
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("step", ["none", *STEPS])
 def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) -> None:
-    net = _on_cuda(network(layers=2, head_dim=16))
+    net = on_cuda(network(layers=2, head_dim=16))
     one = Engine(net, _there(net, kernels, "adakv", step), None)
     two = Engine(net, _there(net, kernels, "adakv", step))
     run = Pair(one, two)
@@ -410,7 +391,7 @@ def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) ->
 @NEEDS_CUDA
 @pytest.mark.parametrize("step", ["none", "roco", "hashevict"])
 def test_a_replay_waits_for_nothing(step: str) -> None:
-    net = _on_cuda(network(layers=2, head_dim=16))
+    net = on_cuda(network(layers=2, head_dim=16))
     made = Engine(net, _there(net, "auto", step=step))
     made.prompt(ids(20))
     token = 1

@@ -89,13 +89,11 @@ def test_the_penalty_is_that_of_transformers_over_the_last_tokens(penalty: float
 
 def test_the_kernels_draw_the_same() -> None:
     """C where there is a compiler."""
-    native, plain = (choose(torch.device("cpu"), name, 64, torch.float32)[0] for name in WHO)
+    both = [choose(torch.device("cpu"), name, 64, torch.float32)[0] for name in WHO]
     logits = 3 * torch.randn(5000, generator=torch.Generator().manual_seed(2))
     for sampling in (Sampling(0.7), Sampling(1.5, 40, 0.9, 0.05), Sampling(100.0, top_p=0.8)):
-        one, two = (
-            [pick(logits, 4990, sampling, 1, p, each) for p in range(200)]
-            for each in (native, plain)
-        )
+        how = logits, 4990, sampling, 1
+        one, two = ([pick(*how, p, each) for p in range(200)] for each in both)
         assert one == two
         assert len(set(one)) > 10
 

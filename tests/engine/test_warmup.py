@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import small
@@ -86,24 +87,15 @@ def test_every_tile_over_old_rows_is_among_them(group: int) -> None:
     """Whatever the number of tokens, few or many rows, listed or not, in every kind of layer."""
     tiles = pytest.importorskip("minikv.kernels.gpu")
     columns = pytest.importorskip("minikv.kernels.mass.gpu")
-    seen: set[tuple[int, bool, int | None]] = set()
-    sums: set[tuple[int, int, int | None]] = set()
-
-    class Counting(Kernels):
-        @staticmethod
-        def ragged_prefill(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            q, rows, _, _, window = given
-            seen.add((q.shape[2], rows.width == 1, window))
-            return ragged.ragged_prefill(*given)
-
-        @staticmethod
-        def each_attention(*given: Any) -> torch.Tensor:
-            queries, parts, _ = given
-            sums.add((queries.q.shape[2], len(parts[0]), queries.window))
-            return mass.each_attention(*given)
-
+    ops: Any = Kernels()
+    ops.ragged_prefill = Mock(side_effect=ragged.ragged_prefill)
+    ops.each_attention = Mock(side_effect=mass.each_attention)
     shape = Shape(3, 2, 2 * group, 64, (None, 40, None), 1000)
-    launch_tiles(shape, Counting(), SimpleNamespace(evidence=Evidence(each_query=True)))
+    launch_tiles(shape, ops, SimpleNamespace(evidence=Evidence(each_query=True)))
+    launched = [call.args for call in ops.ragged_prefill.call_args_list]
+    seen = {(q.shape[2], rows.width == 1, window) for q, rows, _, _, window in launched}
+    summed = [call.args[:2] for call in ops.each_attention.call_args_list]
+    sums = {(queries.q.shape[2], len(parts[0]), queries.window) for queries, parts in summed}
     counts = range(1, 200)
     for dtype, size in itertools.product((torch.bfloat16, torch.float32), (64, 128, 256)):
         for window, (tile, called, kinds) in itertools.product(
@@ -121,16 +113,12 @@ def test_every_tile_of_the_observed_queries_is_among_them(observe: int) -> None:
     """A short prompt behind rows that lie in segments, or are listed, has fewer queries than the
     policy observes."""
     columns = pytest.importorskip("minikv.kernels.mass.gpu")
-    seen: set[tuple[int, int, int | None]] = set()
-
-    class Counting(Kernels):
-        @staticmethod
-        def add_attention_mass(*args: Any, **more: Any) -> None:
-            seen.add((args[2].q.shape[2], len(args[3]), args[2].window))
-            mass.add_attention_mass(*args, **more)
-
+    ops: Any = Kernels()
+    ops.add_attention_mass = Mock(side_effect=mass.add_attention_mass)
     step = SimpleNamespace(observe=observe, prompt_history=0)
-    launch_tiles(Shape(2, 2, 4, 64, (None, 40), 1000), Counting(), None, step)
+    launch_tiles(Shape(2, 2, 4, 64, (None, 40), 1000), ops, None, step)
+    given = [call.args for call in ops.add_attention_mass.call_args_list]
+    seen = {(args[2].q.shape[2], len(args[3]), args[2].window) for args in given}
     for dtype, listed, window in itertools.product(
         (torch.bfloat16, torch.float32), (2, 3), (None, 40)
     ):
@@ -143,18 +131,26 @@ def test_a_context_that_is_too_short_for_prompts_is_left_alone() -> None:
     assert "gather_rows" not in names  # no prompt ended
 
 
-@pytest.mark.parametrize("broken", ["ragged_attention", "add_attention_mass"])
-def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(broken: str) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
-
+@pytest.mark.parametrize(
+    ("broken", "notice"),
+    [
+        (name, f"the Triton kernels are not used: RuntimeError: no C compiler of {name}")
+        for name in ("ragged_attention", "add_attention_mass")
+    ]
+    + [("", None)],  # the weights are broken, which the first turn reports
+)
+def test_kernels_that_cannot_be_built_are_replaced_and_a_line_says_so(
+    broken: str, notice: str | None
+) -> None:
     net = small.network()
     kv = small.scheduler(net, "snapkv", "h2o")
     kv.ops = Kernels()
     kv.ops.name = "triton"
-    setattr(kv.ops, broken, fail)
+    if broken:
+        error = RuntimeError(f"no C compiler of {broken}\nPlease specify via CC")
+        setattr(kv.ops, broken, Mock(side_effect=error))
+    else:
+        net.layers[0].attention_norm.fill_(float("nan"))
     warm(kv, net)
-    assert kv.ops.name == "torch"
-    assert kv.notice is not None
-    assert "C compiler" in kv.notice
-    assert "\n" not in kv.notice
+    assert kv.ops.name == ("torch" if broken else "triton")
+    assert kv.notice == notice
