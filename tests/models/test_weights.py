@@ -121,7 +121,8 @@ ROWS: list[tuple[str, object, int, str]] = [
 ]
 LENGTHS = [
     # what is wrong, the length that the file claims, a word of the message
-    ("length beyond the file", 10_000, "truncated"),
+    ("length beyond the file", 10_000, "truncated, or not safetensors"),
+    ("length one beyond the file", len(json.dumps(GOOD)) + 17, "truncated, or not safetensors"),
     ("length over the limit", 2**24 + 1, "header"),
     ("length of 2^63", 2**63, "header"),
     ("length zero", 0, "truncated"),
@@ -142,9 +143,10 @@ def test_bad_header(header: object, data: bytes, length: Any, word: str, tmp_pat
 
 
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "TENSOR_LIMIT", 9)
     header = {f"t{i}": entry(0, 0, [0]) for i in range(10)}
     path = raw_file(tmp_path / "model.safetensors", header)
+    assert read_header(path).keys() == header.keys()  # the header is all of the file
+    monkeypatch.setattr(checkpoint, "TENSOR_LIMIT", 9)
     refused(lambda: read_header(path), "tensors")
 
 
