@@ -19,9 +19,8 @@ import loaded
 import pytest
 import tokenizers
 import vocabularies as v
-from loaded import turns
+from loaded import refused, turns
 
-from minikv.models.errors import UnsupportedModel
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 
@@ -158,8 +157,7 @@ def test_halves_are_not_completed_by_the_template(text: str) -> None:
 def test_a_template_that_takes_messages_apart_is_stopped() -> None:
     tokenizer, template = looped("{{ m.content ~ m.content.replace('_', '|') }}")
     assert len(structure(tokenizer, template.opening(turns("a_b")))) == 1
-    with pytest.raises(UnsupportedModel, match="control tokens out of a message"):
-        template.opening(turns("<_end_>"))
+    refused(lambda: template.opening(turns("<_end_>")), "control tokens out of a message", code=3)
 
 
 @pytest.mark.parametrize("change", ["upper", "lower", "title", "capitalize", "trim", "tojson"])

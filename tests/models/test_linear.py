@@ -30,7 +30,6 @@ from minikv.cli.bench import networks as random_models
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
-from minikv.models.errors import ModelError
 from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
@@ -354,13 +353,12 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weights.check_form("int8", cpu, bf16, sizes)
     weights.check_form("int8+head", cpu, bf16, sizes)
     for form in ("int4", "int4+head"):
-        with pytest.raises(ModelError, match="no kernel"):
-            weights.check_form(form, cpu, bf16, sizes)
+        refused(partial(weights.check_form, form, cpu, bf16, sizes), "no kernel", code=2)
         weights.check_form(form, cuda, bf16, sizes)  # there torch's operators can unpack
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
     weights.check_form("int4", cpu, bf16, sizes)
-    with pytest.raises(ModelError, match=r'"int4\+head"`: no kernel'):  # the head is in eight bits
-        weights.check_form("int4+head", cpu, bf16, sizes)
+    with_head = partial(weights.check_form, "int4+head", cpu, bf16, sizes)
+    refused(with_head, '"int4+head"`: no kernel', code=2)  # the head is in eight bits
     for form in ("int8", "int8+head", "int4+head"):
         assert models.dtype_of("auto", torch.float32, cpu, form) == bf16
 
@@ -402,12 +400,11 @@ def test_the_hint_names_the_forms_that_fit(
     config = replace(config, **changes)
     room = weights.loading_bytes(config, torch.bfloat16, free) if free else 1 << 20
     monkeypatch.setattr(weights, "free_memory", lambda device: room)
-    with pytest.raises(ModelError) as caught:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
-    assert caught.value.exit_code == 4
-    assert re.findall(r'weights="(.*?)"` would need', caught.value.hint) == offered
+    check = partial(weights._check_room, config, torch.device("cpu"), torch.bfloat16)
+    error = refused(lambda: check(form), code=4)
+    assert re.findall(r'weights="(.*?)"` would need', error.hint) == offered
     if free:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, free)
+        check(free)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")

@@ -14,7 +14,6 @@ import tokenizers
 import vocabularies as v
 from pairwise import some_by_day
 
-from minikv.models.errors import UnsupportedModel
 from minikv.models.stream import TextStream, byte_level_alphabet, byte_level_bytes, word_piece_bytes
 from minikv.models.tokenizer import Tokenizer
 
@@ -141,5 +140,5 @@ def test_the_bytes_of_pieces() -> None:
 def test_an_unsupported_decoder_is_refused(tmp_path: Path) -> None:
     data: dict[str, Any] = v.byte_level_json(entries=300, count=8)
     data["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
-    with pytest.raises(UnsupportedModel, match="WordPiece"):
-        Tokenizer.from_folder(v.write_folder(tmp_path, data))
+    folder = v.write_folder(tmp_path, data)
+    loaded.refused(lambda: Tokenizer.from_folder(folder), "WordPiece", code=3)

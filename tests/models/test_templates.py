@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 import vocabularies as v
 from jinja2.exceptions import TemplateError
-from loaded import turns
+from loaded import refused, turns
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -29,7 +29,6 @@ from pairwise import some_by_day
 
 from minikv.models import rendering, templates
 from minikv.models.builtin_templates import source
-from minikv.models.errors import CorruptModel, UnsupportedModel
 from minikv.models.rendering import TemplateRefusal, TemplatesUnavailable, _Process, process, render
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
@@ -227,18 +226,16 @@ def with_source(source: str) -> ChatTemplate:
 def test_conversations_that_are_refused() -> None:
     short = with_source(each(TURN).replace("messages", "messages[:2]"))
     assert short.opening(ASKED)
-    with pytest.raises(UnsupportedModel, match="writes no answer"):
-        short.opening(LATER)
+    refused(lambda: short.opening(LATER), "writes no answer", code=3)
     template = prepared("own")[1]
     for chat in ([], turns("a", "b")):
         with pytest.raises(ValueError, match="user message"):
             template.opening(chat)
     with pytest.raises(ValueError, match="answer"):
         template.following(turns("a"))
-    with pytest.raises(UnsupportedModel, match="leaves earlier answers out"):
-        with_source("{{ messages[-1].content }}").following(turns("a", "b", "c"))
-    with pytest.raises(UnsupportedModel, match="roles must alternate"):
-        prepared("mistral-v1")[1].opening([*turns("a"), *turns("b")])
+    last, alternates = with_source("{{ messages[-1].content }}"), prepared("mistral-v1")[1]
+    refused(lambda: last.following(turns("a", "b", "c")), "leaves earlier answers out", code=3)
+    refused(lambda: alternates.opening(turns("a") * 2), "roles must alternate", code=3)
 
 
 @pytest.mark.parametrize(
@@ -313,11 +310,9 @@ LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
 def test_what_a_template_leaves_out_is_refused(name: str) -> None:
     source, chat, which = LEFT_OUT[name]
     template = with_source(each(source))
-    with pytest.raises(UnsupportedModel, match=f"leaves out {which}"):
-        template.opening(chat)
+    refused(lambda: template.opening(chat), f"leaves out {which}", code=3)
     if chat is ASKED:
-        with pytest.raises(UnsupportedModel, match="leaves"):
-            template.following(turns("x", "y", LONG))
+        refused(lambda: template.following(turns("x", "y", LONG)), "leaves", code=3)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +397,6 @@ def spelled(template: ChatTemplate, ids: list[int]) -> str:
 
 
 LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
-LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
 END = "<|end|><|assistant|>"
 UNANSWERED = "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
 ASKS_FIRST = "{% if add_generation_prompt %}<|system|>Answer.{% endif %}"
@@ -467,8 +461,7 @@ def test_a_template_may_begin_with_a_tag(tmp_path: Path, first: str) -> None:
     assert template._tokenizer.decode(template.opening(ASKED)) == first + LONG
     for page in (first, "<!doctype html>" + first + "{{ messages }}"):
         file.write_text(page, "utf-8")
-        with pytest.raises(CorruptModel, match="is a web page"):
-            from_folder(tmp_path)
+        refused(lambda: from_folder(tmp_path), "is a web page", code=6)
 
 
 UPPER = "{{ m.role | upper }}: {{ m.content }} "
@@ -618,8 +611,8 @@ def test_the_sandbox_writes_what_transformers_writes(source: str) -> None:
         variables = {"messages": plain(chat), "tools": None, "documents": None, **given}
         try:
             expected = render_jinja_template([plain(chat)], chat_template=source, **given)[0][0]
-        except TemplateError as refused:
-            with pytest.raises(TemplateRefusal, match=str(refused)):
+        except TemplateError as error:
+            with pytest.raises(TemplateRefusal, match=str(error)):
                 render(source, "t", variables)
             continue
         assert render(source, "t", variables) == expected
@@ -704,9 +697,8 @@ def test_hostile_templates_are_stopped(
         given_less_time(tmp_path / "sandbox.py", monkeypatch, share)
     started = time.monotonic()
     data = {"messages": [{"content": "a"}]}
-    error = loaded.refused(lambda: render(HOSTILE[name], "chat_template.jinja", data))
+    error = refused(lambda: render(HOSTILE[name], "chat_template.jinja", data), code=6)
     assert time.monotonic() - started < 10  # unbounded, they take minutes
-    assert error.exit_code == 6
     assert str(error).startswith("chat_template.jinja")
     assert "MemoryError" not in str(error)
     assert share == 1 or "was stopped" in str(error)
@@ -720,8 +712,8 @@ def test_hostile_templates_are_stopped(
 def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> None:
     source = "{% for i in range(COUNT) %}{{ 'a' * 65536 }}{% endfor %}"
     assert len(render(source.replace("COUNT", "64"), "t", {})) == 4 << 20
-    with pytest.raises(CorruptModel, match="it wrote more than 4,194"):
-        render(source.replace("COUNT", "66"), "t", {})
+    source = source.replace("COUNT", "66")
+    refused(lambda: render(source, "t", {}), "it wrote more than 4,194", code=6)
     text = "All work and no play. " * 200_000
     variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
     assert render(PUBLISHED["own"], "t", variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
@@ -732,8 +724,7 @@ def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> No
 def test_the_next_rendering_is_none_the_worse(tmp_path: Path, monkeypatch: Any) -> None:
     given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.1)
     for name in ("nested loops", "output"):
-        with pytest.raises(CorruptModel, match="was stopped"):
-            render(HOSTILE[name], "t", {})
+        refused(partial(render, HOSTILE[name], "t", {}), "was stopped", code=6)
         data = {"messages": [{"content": "ü" * 9}]}
         assert render("{{ messages[0].content }}", "t", data) == "ü" * 9
 
@@ -834,18 +825,14 @@ def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_a_template_says_of_itself_is_cut(source: str, tmp_path: Path) -> None:
     config = {"chat_template": source * (len(source) // 300_000 * 9 + 1)}  # two megabytes
-    with pytest.raises((CorruptModel, UnsupportedModel)) as caught:
-        from_folder(tmp_path, config)
-    assert len(str(caught.value)) < 400
-    assert str(caught.value).isprintable()
+    assert len(str(refused(lambda: from_folder(tmp_path, config)))) < 400
 
 
 def test_hostile_templates_are_refused_with_the_folder(tmp_path: Path) -> None:
     file = tmp_path / "chat_template.jinja"
     for content in (HOSTILE["text times"].encode(), b"\xff\xfe", b"{% for"):
         file.write_bytes(content)
-        with pytest.raises(CorruptModel, match=r"chat_template\.jinja"):
-            from_folder(tmp_path)
+        refused(lambda: from_folder(tmp_path), "chat_template.jinja", code=6)
     file.unlink()
-    with pytest.raises(CorruptModel, match="neither text nor a list"):
-        from_folder(tmp_path, {"chat_template": 7})
+    seven = {"chat_template": 7}
+    refused(lambda: from_folder(tmp_path, seven), "neither text nor a list", code=6)
