@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +18,7 @@ import pytest
 from checkpoints import Spec, write
 from huggingface_hub import errors, file_download
 from loaded import refused
+from processes import python
 
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
@@ -289,13 +288,9 @@ print(source.revision)
 """
 
 
-def python(code: str, *given: str, **environment: str) -> str:
+def printed(code: str, given: str, **environment: str) -> str:
     """What a program prints in a process without other settings of the library."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    run = [sys.executable, "-c", code, *given]
-    done = subprocess.run(
-        run, capture_output=True, text=True, check=False, timeout=300, env=clean | environment
-    )
+    done = python("-c", code, given, without=("HF_",), **environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" or code is not OFFLINE
     return done.stdout
@@ -303,7 +298,7 @@ def python(code: str, *given: str, **environment: str) -> str:
 
 def test_offline_is_set_before_the_library_is_imported(tmp_path: Path, files: Any) -> None:
     put_in_cache(tmp_path, files)
-    assert python(OFFLINE, REPO, HF_HUB_CACHE=str(tmp_path)).strip() == COMMIT
+    assert printed(OFFLINE, REPO, HF_HUB_CACHE=str(tmp_path)).strip() == COMMIT
 
 
 GOOD = "ab" * 20
@@ -373,7 +368,7 @@ def lied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set[
     }
     with lying_hub.serving(repos) as address:
         home = {"HF_ENDPOINT": address, "HF_HOME": str(place / "a/b/home"), "NO_PROXY": "*"}
-        out = python(ASK, json.dumps([*repos]), **home)
+        out = printed(ASK, json.dumps([*repos]), **home)
     told: dict[str, set[str]] = {name: set() for name in LIES}
     for line in out.splitlines():
         repo, _, rest = line.partition("|")

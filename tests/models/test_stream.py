@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "pieces": ("v3",),
     "words": (v.legacy_json, "v1"),
     "bytes": (v.byte_level_json,),
-    "all of tekken": (v.tekken_json,),
+    "all of tekken": (v.byte_level_json, v.NEMO, 1 << 20, v.TEKKEN_SPECIALS),
 }
 BY_DAY = some_by_day(KINDS, lambda kind: kind != "all of tekken")
 """By day the first 20,000 ranks of tekken's are enough: they spell any text."""

@@ -533,16 +533,13 @@ def llama_2_json() -> dict[str, Any]:
     return data
 
 
-NEMO = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-
-
 @pytest.mark.parametrize(
     ("name", "folder", "of"),
     [
         ("built-in llama-3", "a", (v.byte_level_json, v.LLAMA_3, 1000, 8)),
         ("built-in chatml", "b", (v.byte_level_json, v.CHATML, 1000, 8)),
         ("built-in mistral-v3", "c", (v.first_json, "v3")),
-        ("built-in mistral-v3", "d", (v.byte_level_json, NEMO, 1000, 8)),
+        ("built-in mistral-v3", "d", (v.byte_level_json, v.NEMO, 1000, 8)),
         ("built-in mistral-v1", "mistral-7b", ("v1",)),
         ("built-in zephyr", "zephyr-7b-beta", ("v1",)),
         ("built-in llama-2", "Llama-2-7b-chat", (llama_2_json,)),

@@ -32,7 +32,6 @@ from minikv.models.tokenizer_json import byte_level
 from minikv.models.vocabulary import TokenSearch, check_added
 
 STRINGS = 25_000
-TEKKEN_NAMES = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
 KINDS = ["v3", v.legacy_json, v.byte_level_json]
 Read = Callable[..., Tokenizer]
 
@@ -82,7 +81,7 @@ def test_tekken_ids_are_those_of_tiktoken(tmp_path: Path, ranks: int, part: floa
     """Of the first ranks by day, and of all of tekken every night: of the vendor's file, and of a
     tokenizer.json."""
     tokenizer = Tokenizer.from_folder(v.write_folder(tmp_path, v.tekken(ranks)))
-    words = loaded.tokenizer(v.byte_level_json, TEKKEN_NAMES, ranks, v.TEKKEN_SPECIALS)
+    words = loaded.tokenizer(v.byte_level_json, v.NEMO, ranks, v.TEKKEN_SPECIALS)
     ids = tekken_ids(tmp_path / "tekken.json")
     assert tokenizer.vocab == words.vocab == min(ranks + v.TEKKEN_SPECIALS, 131_072)
     for of, seed in ((tokenizer, 3), (words, 4)):
