@@ -190,7 +190,7 @@ def edit_map(folder: Path, change: Callable[[dict[str, str]], dict[str, str]]) -
 
 
 NORM = "model.norm.weight"
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NO_SHARDS = (
     *("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".hidden.safetensors", ""),
     *("model.bin", "x.safetensors\n", "C:\\x.safetensors", "~/x.safetensors", "\x1b.safetensors"),
@@ -223,6 +223,12 @@ def test_bad_index(text: str, code: int, tmp_path: Path) -> None:
 
 def test_the_index_and_the_shards_must_agree(tmp_path: Path) -> None:
     write(Spec(layout="sharded"), tmp_path)
+    stale = [tmp_path / f"{name}.safetensors" for name in ("model-00009-of-00009", "consolidated")]
+    for path in stale:  # beside the index it is not read
+        save_file({NORM: torch.zeros(48)}, path)
+    assert network_of(tmp_path).norm.abs().sum() > 0
+    for path in stale:
+        path.unlink()
     index = tmp_path / INDEX
     good = index.read_text()
     mapping = json.loads(good)["weight_map"]
@@ -231,41 +237,35 @@ def test_the_index_and_the_shards_must_agree(tmp_path: Path) -> None:
         edit_map(tmp_path, change)
         refused(lambda: Checkpoint.open(tmp_path), code=6)
         index.write_text(good)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    whole = shards[1].read_bytes()
+    edit_tensors(shards[1], plus(*next(iter(load_file(shards[0]).items()))))
+    refused(lambda: Checkpoint.open(tmp_path), "both", code=6)
+    shards[1].write_bytes(whole)
     (tmp_path / other).unlink()
     refused(lambda: Checkpoint.open(tmp_path), other, code=3)
 
 
-ONES, OTHERS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], "model-00001-of-00003"
+ONES = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+OTHER, *PARTS = (f"{name}.safetensors" for name in ("model-00001-of-00003", "part-a", "part-b"))
+GONE = f"{INDEX} does not fit the files here: it names {ONES[0]}, which are missing, and not "
+MORE = f"it names {ONES[0]} and 1 more, which are missing, and not {PARTS[0]} and 1 more, which are"
+NO_INDEX = f"{ONES[0]} and 1 more hold weights, but {INDEX} is missing"
+BELONGS, COMPLETE = "the index that belongs to these files", "complete the download"
+DELETE = f"if {SINGLE} is the whole model, delete the index"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "words", "hint"),
     [
-        (ONES, ONES[:1], f"{ONES[1]} is missing (1 of 2 shards are)", "complete the download"),
-        (
-            ONES,
-            [f"{OTHERS}.safetensors", ONES[1]],
-            f"{INDEX} does not fit the files here: it names {ONES[0]}, which are missing, and not "
-            f"{OTHERS}.safetensors, which are here",
-            "the index that belongs to these files",
-        ),
-        (
-            ONES,
-            ["part-a.safetensors", "part-b.safetensors"],
-            f"it names {ONES[0]} and 1 more, which are missing, and not part-a.safetensors and 1 "
-            "more, which are here",
-            "the index that belongs to these files",
-        ),
-        (
-            ONES,
-            ["model.safetensors"],
-            "and not model.safetensors, which are here",
-            "if model.safetensors is the whole model, delete the index",
-        ),
+        (ONES, ONES[:1], f"{ONES[1]} is missing (1 of 2 shards are)", COMPLETE),
+        (ONES, [OTHER, ONES[1]], f"{GONE}{OTHER}, which are here", BELONGS),
+        (ONES, PARTS, f"{MORE} here", BELONGS),
+        (ONES, [SINGLE], f"and not {SINGLE}, which are here", DELETE),
         # An adapter, or the original layout beside shards, is not what the index should name.
-        (ONES, ["adapter_model.safetensors"], "2 of 2 shards are", "complete the download"),
-        (ONES, ["consolidated.safetensors"], "2 of 2 shards are", "complete the download"),
-        ([], ONES, f"{ONES[0]} and 1 more hold weights, but {INDEX} is missing", "download it too"),
+        (ONES, ["adapter_model.safetensors"], "2 of 2 shards are", COMPLETE),
+        (ONES, ["consolidated.safetensors"], "2 of 2 shards are", COMPLETE),
+        ([], ONES, NO_INDEX, "download it too"),
     ],
 )
 def test_an_index_that_does_not_fit_the_files(
@@ -279,7 +279,7 @@ def test_an_index_that_does_not_fit_the_files(
         (tmp_path / name).write_bytes(weights)
     error = refused(lambda: Checkpoint.open(tmp_path), words, code=3)
     assert hint in error.hint
-    if "delete the index" in hint:  # the advice can be followed
+    if hint == DELETE:  # the advice can be followed
         (tmp_path / INDEX).unlink()
         network_of(tmp_path)
 
@@ -321,20 +321,6 @@ def test_what_only_looks_like_it_is_refused(name: str, tmp_path: Path) -> None:
     refused(lambda: network_of(tmp_path), "unexpected tensor")
     edit_tensors(path, lambda _: {"rope.freqs": torch.ones(6)})
     refused(lambda: network_of(tmp_path), "no weights")
-
-
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
-    write(Spec(layout="sharded"), tmp_path)
-    shards = sorted(tmp_path.glob("model-*.safetensors"))
-    edit_tensors(shards[1], plus(*next(iter(load_file(shards[0]).items()))))
-    refused(lambda: Checkpoint.open(tmp_path), "both", code=6)
-
-
-def test_stale_shards_beside_the_index_are_not_read(tmp_path: Path) -> None:
-    write(Spec(layout="sharded"), tmp_path)
-    for name in ("model-00009-of-00009", "consolidated"):
-        save_file({NORM: torch.zeros(48)}, tmp_path / f"{name}.safetensors")
-    assert network_of(tmp_path).norm.abs().sum() > 0
 
 
 def test_consolidated_files_in_two_parts(tmp_path: Path) -> None:
@@ -461,14 +447,17 @@ def test_other_formats_are_refused_by_name(files: list[str], word: str, tmp_path
 def test_every_pair_of_dtypes_converts_as_torch_does(
     stored: torch.dtype, wanted: torch.dtype | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    oracle = write(Spec(bias=True), tmp_path)
+    """And it has the names by which transformers knows it: so a trained network is saved."""
+    oracle = write(Spec(bias=True, mlp_bias=True), tmp_path)
     edit_tensors(tmp_path / "model.safetensors", each(lambda tensor: tensor.to(stored)))
     monkeypatch.setattr(weights, "TAKEN", 1)  # tensors are read in many pieces
     network = network_of(tmp_path, wanted)
     dtype = wanted or stored
     assert network.dtype == dtype
-    for name, tensor in tensors_of(network):
-        assert torch.equal(tensor, oracle.state_dict()[name].to(stored).to(dtype)), name
+    found = dict(tensors_of(network))
+    assert found.keys() == oracle.state_dict().keys()
+    for name, tensor in oracle.state_dict().items():
+        assert torch.equal(found[name], tensor.to(stored).to(dtype)), name
 
 
 def test_the_storage_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
