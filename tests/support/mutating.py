@@ -97,9 +97,10 @@ class Mutant:
 
 
 def mutants(path: str) -> list[Mutant]:
-    """All of a file, but for lines that no test has to reach."""
+    """All of a file, but for lines with a `pragma: no cover`, and what belongs to them."""
     source = (ROOT / path).read_text()
-    lines, out = source.splitlines(), _not_covered(path)
+    measured = Coverage(data_file=None, config_file=str(ROOT / "pyproject.toml"))
+    lines, out = source.splitlines(), {*measured.analysis2(str(ROOT / path))[2]}
     alike: Counter[tuple[str, str]] = Counter()
     found = []
     for number, (line, change, _) in enumerate(_changes(ast.parse(source))):
@@ -108,12 +109,6 @@ def mutants(path: str) -> list[Mutant]:
             found.append(Mutant(path, text, change, alike[text, change], line, number))
         alike[text, change] += 1
     return found
-
-
-def _not_covered(path: str) -> set[int]:
-    """Lines with a `pragma: no cover`, and what belongs to them."""
-    measured = Coverage(data_file=None, config_file=str(ROOT / "pyproject.toml"))
-    return set(measured.analysis2(str(ROOT / path))[2])
 
 
 def mutated(mutant: Mutant) -> ast.Module:
