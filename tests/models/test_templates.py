@@ -273,6 +273,7 @@ def looped(body: str) -> str:
     return LOOP.replace("@", body)
 
 
+LATER_CUT = "{{ m.content if loop.first else m.content[:20] }}"
 SHORT = "{{ m.content[:20] if m.role == 'user' else m.content }}"
 LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "cut": ("{{ m.content[:20] }}", ASKED, "a question"),
@@ -285,25 +286,16 @@ LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "end of the system prompt": (CUT, turns(LONG, system="Be brief, now."), "the system"),
     "words run together": ("{{ m.content.split() | join }}", ASKED, "a question"),
     "said by the system": (SHORT, turns(LONG, system=f"People often ask: {LONG}"), "a question"),
-    "what a question said, too": (
-        "{{ m.content if loop.first else m.content[:20] }}",
-        turns(f"Text: {LONG}", "b", LONG),
-        "a question",
-    ),
-    **{
-        f"answers that end with {tag}": (
-            CUT,
-            turns(LONG, f"{tag[0]}b{tag[-1]} some bold text {tag}", LONG),
-            "an earlier answer",
-        )
-        for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]")
-    },
+    "what a question said, too": (LATER_CUT, turns(f"Text: {LONG}", "b", LONG), "a question"),
     "all before a tag": (
         "{{ m.content.split('</b>')[-1] }}",
         turns(LONG, "one <b>two</b> three", LONG),
         "an earlier answer",
     ),
 }
+for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]"):
+    tagged = turns(LONG, f"{tag[0]}b{tag[-1]} some bold text {tag}", LONG)
+    LEFT_OUT[f"answers that end with {tag}"] = CUT, tagged, "an earlier answer"
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
@@ -464,6 +456,7 @@ def test_a_template_may_begin_with_a_tag(tmp_path: Path, first: str) -> None:
         refused(lambda: from_folder(tmp_path), "is a web page", code=6)
 
 
+HEADINGS = "### {{ m.role }}:\n{{ m.content }}\n\n"
 UPPER = "{{ m.role | upper }}: {{ m.content }} "
 
 
@@ -472,11 +465,7 @@ UPPER = "{{ m.role | upper }}: {{ m.content }} "
     [
         (PUBLISHED["llama-2"], "[INST] a [/INST] <<SYS>> [INSTALL] INST", 3),
         (PUBLISHED["zephyr"], "<|user|> and <|assistant|>, <|system|> <|other|>", 3),
-        (
-            each("### {{ m.role }}:\n{{ m.content }}\n\n"),
-            "### user:\n### assistant:\n### note:\nuser:",
-            2,
-        ),
+        (each(HEADINGS), "### user:\n### assistant:\n### note:\nuser:", 2),
         ("Some words: of it. " + each(UPPER), "USER: a ASSISTANT: b Some words: USER :", 2),
         (PUBLISHED["chatml"], "user\nassistant <|im_start|> [INST]", 0),
         (PUBLISHED["llama-3.2"], "Cutting Knowledge Date: Today Date: user", 0),
@@ -497,6 +486,14 @@ def test_look_up_order(tmp_path: Path) -> None:
 
     assert found() == ("plain", "\n")
     assert "plain completion" in from_folder(tmp_path).notes[0]
+    for listed, special, format in (  # templates for other uses are not taken
+        ({"rag": "R", "tool_use": "T"}, OWN, "plain"),
+        ([{"name": "rag", "template": "R"}, {"name": "tool"}, 7], v.LLAMA_3, "built-in llama-3"),
+    ):
+        template = from_folder(tmp_path, {"chat_template": listed}, special)
+        assert template.name == format
+        (note,) = template.notes
+        assert note.startswith("no default chat template in the folder")
     (tmp_path / "chat_template.json").write_text('{"chat_template": {"default": "D"}}', "utf-8")
     assert found() == ("chat_template.json", "D")
     listed = [{"name": "tool", "template": "X"}, {"name": "default", "template": "C"}]
@@ -504,22 +501,6 @@ def test_look_up_order(tmp_path: Path) -> None:
     assert found(chat_template="B") == ("tokenizer_config.json", "B")
     (tmp_path / "chat_template.jinja").write_text("A", "utf-8")
     assert found(chat_template="B") == ("chat_template.jinja", "A")
-
-
-@pytest.mark.parametrize(
-    ("listed", "special", "format"),
-    [
-        ({"rag": "R", "tool_use": "T"}, OWN, "plain"),
-        ([{"name": "rag", "template": "R"}, {"name": "tool"}, 7], v.LLAMA_3, "built-in llama-3"),
-    ],
-)
-def test_templates_for_other_uses_are_not_taken(
-    tmp_path: Path, listed: Any, special: tuple[str, ...], format: str
-) -> None:
-    template = from_folder(tmp_path, {"chat_template": listed}, special)
-    assert template.name == format
-    (note,) = template.notes
-    assert note.startswith("no default chat template in the folder")
 
 
 def llama_2_json() -> dict[str, Any]:
@@ -719,20 +700,27 @@ def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> No
 
 
 def test_the_next_rendering_is_none_the_worse(tmp_path: Path, monkeypatch: Any) -> None:
-    given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.1)
-    for name in ("nested loops", "output"):
-        refused(partial(render, HOSTILE[name], "t", {}), "was stopped", code=6)
-        data = {"messages": [{"content": "ü" * 9}]}
+    """Behind one that was stopped, that Ctrl-C ended, or whose process is gone."""
+    data = {"messages": [{"content": "ü" * 9}]}
+
+    def answers() -> None:
         assert render("{{ messages[0].content }}", "t", data) == "ü" * 9
 
-
-def test_a_process_that_is_gone_is_started_again() -> None:
-    assert render("{{ 1 + 1 }}", "t", {}) == "2"
+    with monkeypatch.context() as patch:
+        given_less_time(tmp_path / "sandbox.py", patch, 0.1)
+        for name in ("nested loops", "output"):
+            refused(partial(render, HOSTILE[name], "t", {}), "was stopped", code=6)
+            answers()
+    with monkeypatch.context() as patch:
+        patch.setattr(_Process, "_exchange", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            render("{{ 'first' }}", "t", {})
+    answers()
     running = process()._running
     assert running is not None
     running.kill()
     running.wait()
-    assert render("{{ 1 + 1 }}", "t", {}) == "2"
+    answers()
     assert process()._running is not running
 
 
@@ -760,20 +748,17 @@ def test_it_imports_from_where_this_process_does(python: Any, monkeypatch: Any) 
         _Process().ask({"source": "", "data": {}})
 
 
-@pytest.mark.parametrize(
-    ("lines", "why"),
-    [(None, "No such file"), ("exit 3", "it ended"), ("echo what; exec cat", "what")],
-)
-def test_a_process_that_cannot_be_started_is_no_fault_of_the_template(
-    python: Any, lines: str | None, why: str
-) -> None:
-    started = python(lines)
-    started.start()  # says nothing: there may be no template to render
-    with pytest.raises(TemplatesUnavailable, match=why):
-        started.ask({"source": "", "data": {}})
-
-
-def test_a_text_that_ends_early_is_no_text(python: Any) -> None:
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_template(python: Any) -> None:
+    for lines, why in (
+        (None, "No such file"),
+        ("exit 3", "it ended"),
+        ("echo what; exec cat", "what"),
+    ):
+        started = python(lines)
+        started.start()  # says nothing: there may be no template to render
+        with pytest.raises(TemplatesUnavailable, match=why):
+            started.ask({"source": "", "data": {}})
+    # A text that ends early is no text.
     cut = python("""echo '{}'; read line; echo '{"bytes": 1000}'; printf xxxxxx""")
     found, text = cut.ask({"source": "", "data": {}})
     assert (list(found), text) == (["stopped"], "")
@@ -785,14 +770,6 @@ def test_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: one.start(), range(8)))
     assert started.call_count == 1
-
-
-def test_ctrl_c_within_a_rendering_leaves_no_reply_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(_Process, "_exchange", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            render("{{ 'first' }}", "t", {})
-    assert render("{{ 'second' }}", "t", {}) == "second"
 
 
 def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,14 +339,6 @@ def test_files_that_give_a_token_two_ids_are_refused(
         assert read(data, config, files).decode([max(own or 0, added or 0)]) in (text, "")
 
 
-def test_a_word_of_the_vocabulary_may_be_declared_as_it_is_written(read: Read) -> None:
-    """Files write a space as the vocabulary does, or as it is."""
-    for text in ("\u2581Hello", " Hello"):
-        tokenizer = read("v1", files={"added_tokens.json": {text: 22557}})
-        assert tokenizer.encode("Hello") == v.vendor("v1").encode("Hello") == [22557]
-        assert tokenizer.decode([1, 22557]) == "Hello"
-
-
 def test_the_unknown_token_of_a_unigram_vocabulary(read: Read) -> None:
     tokenizer, library = read(unigram()), tokenizers.Tokenizer.from_str(json.dumps(unigram()))
     library.encode_special_tokens = True
@@ -578,7 +570,11 @@ def test_a_split_pattern_of_another_family_is_said(
     assert [note.partition(":")[0] for note in notes] == ([said] if theirs else [])
 
 
-def test_control_tokens_added_beside_a_sentencepiece_file(read: Read) -> None:
+def test_tokens_declared_beside_a_sentencepiece_file(read: Read) -> None:
+    for text in ("\u2581Hello", " Hello"):  # a space is written as in the vocabulary, or as it is
+        tokenizer = read("v1", files={"added_tokens.json": {text: 22557}})
+        assert tokenizer.encode("Hello") == v.vendor("v1").encode("Hello") == [22557]
+        assert tokenizer.decode([1, 22557]) == "Hello"
     added = {"<|im_start|>": 32001, "<|im_end|>": 32000, "<|\ud800|>": 32002}
     tokenizer = read("v1", {"eos_token": "<|im_end|>"}, {"added_tokens.json": added})
     assert tokenizer.vocab == 32003
@@ -634,10 +630,7 @@ def test_the_search_looks_at_most_once_at_each_place(monkeypatch: pytest.MonkeyP
     assert sum(1 for _ in search.find(text)) == 1000
     assert 1000 <= looked.call_count <= len(text) / 2
     assert len(search._candidate.pattern) < 100
-
-
-def test_a_character_takes_no_longer_for_many_beyond_the_first_plane() -> None:
-    """`re` compares a character with each of those in a class; here they are one range."""
+    # `re` compares a character with each of those in a class; beyond the first plane it is a range.
     search = TokenSearch(chr(0x10000 + 2 * i) for i in range(50_000))
     assert len(search._candidate.pattern) == 5
     assert list(search.find("a\U00010001\U00010002")) == [(2, "\U00010002")]
@@ -778,25 +771,21 @@ def test_many_short_added_tokens_are_within_the_limits(texts: list[str]) -> None
     check_added(texts, "t")
 
 
-MAP = {"type": "Precompiled", "precompiled_charsmap": ""}
+PANICS = {
+    **{one: {"type": "Precompiled", "precompiled_charsmap": one} for one in ("////", "AAAA")},
+    "brackets": {"type": "Replace", "pattern": {"Regex": "(" * 500}, "content": "a"},
+}
 
 
-@pytest.mark.parametrize(
-    ("normalizer", "id", "said"),
-    [
-        # The library panics.
-        (MAP | {"precompiled_charsmap": "////"}, "300", ""),
-        (MAP | {"precompiled_charsmap": "AAAA"}, "300", ""),
-        ({"type": "Replace", "pattern": {"Regex": "(" * 500}, "content": "a"}, "300", ""),
-        # The ids of declared tokens are small numbers.
-        *((None, id, "has the id") for id in ("9" * 5000, "-1", "1e3", "²")),
-    ],
-    ids=["no map", "short map", "brackets", "large", "negative", "float", "superscript"],
-)
-def test_errors_of_a_file(read: Read, normalizer: Any, id: str, said: str) -> None:
-    declared = {} if normalizer else {id: {"content": "<|new|>", "special": True}}
-    config = {"added_tokens_decoder": declared}
-    refused(lambda: read(in_bytes(normalizer=normalizer), config), said, code=6)
+@pytest.mark.parametrize("name", PANICS)
+def test_what_makes_the_library_panic_is_an_error_of_the_file(read: Read, name: str) -> None:
+    refused(lambda: read(in_bytes(normalizer=PANICS[name])), code=6)
+
+
+@pytest.mark.parametrize("id", ["9" * 5000, "-1", "1e3", "²"], ids=lambda id: id[:9])
+def test_ids_of_declared_tokens_are_small_numbers(read: Read, id: str) -> None:
+    declared = {id: {"content": "<|new|>", "special": True}}
+    refused(lambda: read(in_bytes(), {"added_tokens_decoder": declared}), "has the id", code=6)
 
 
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
