@@ -62,14 +62,11 @@ def exact(
     return right
 
 
-def test_size_of_the_files() -> None:
+def test_files_and_the_sample_document(full: ChatSession) -> None:
     files = [path for path in BUNDLED.iterdir() if path.suffix != ".py" and path.is_file()]
     needed = {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
     assert needed <= {path.name for path in files}
     assert sum(path.stat().st_size for path in files) < 12_000_000
-
-
-def test_sample_document(full: ChatSession) -> None:
     text = (BUNDLED / "sample.txt").read_text()
     assert 6000 <= len(full.tokenizer.encode(text)) <= 8000
     asked = json.loads((BUNDLED / "questions.json").read_text())

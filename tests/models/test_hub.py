@@ -17,13 +17,10 @@ import lying_hub
 import pytest
 from checkpoints import Spec, write
 from huggingface_hub import errors, file_download
-from loaded import refused
+from loaded import network_of, refused
 from processes import python
 
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.config import ModelConfig
 from minikv.models.hub import resolve
-from minikv.models.weights import load_network
 
 REPO = "owner/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -63,18 +60,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A small sharded model with a tokenizer file. It is made before a test takes the hub away:
-    transformers looks for it when it is imported."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A small sharded model with a tokenizer file; no test may change them. It is made before a
+    test takes the hub away: transformers looks for it when it is imported."""
     folder = tmp_path_factory.mktemp("model")
     write(Spec(layout="sharded"), folder)
     (folder / "tokenizer.json").write_text("{}")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def files(written: dict[str, bytes]) -> dict[str, bytes]:
-    return dict(written)
 
 
 class FakeHub:
@@ -168,12 +160,15 @@ def test_a_cached_model_needs_no_network(cache: Path, files: dict[str, bytes]) -
     assert resolve(REPO, offline=True) == source
     assert resolve(REPO, revision=COMMIT) == source
     # The links into blobs/ are followed: this is how every real cache looks.
-    load_network(Checkpoint.open(source.folder), ModelConfig.from_folder(source.folder))
+    network_of(source.folder)
 
 
 def test_offline_says_what_is_missing(cache: Path, files: Any, monkeypatch: Any) -> None:
     error = refused(lambda: resolve(REPO, offline=True), "not in the local cache", code=3)
     assert "`offline=True`" in error.hint
+    # Another program may have let a hub that lies make a snapshot of another name.
+    put_in_cache(cache, files, commit="not-a-commit")
+    refused(lambda: resolve(REPO, offline=True), "not in the local cache")
     shard = next(name for name in files if name.startswith("model-"))
     put_in_cache(cache, without(files, shard))
     assert shard in str(refused(lambda: resolve(REPO, offline=True)))
@@ -218,11 +213,13 @@ def test_only_the_needed_files_are_fetched(files: Any, hub: Any, monkeypatch: An
     ],
 )
 def test_repositories_without_usable_weights_are_refused_before_the_download(
-    names: list[str], word: str, hub: Any
+    names: list[str], word: str, files: dict[str, bytes], hub: Any
 ) -> None:
     fake = hub(dict.fromkeys(names, b""))
     refused(lambda: resolve(REPO), word, code=3)
     assert fake.asked == []
+    hub(without(files, "tokenizer.json"))
+    refused(lambda: resolve(REPO), "tokenizer.json")
 
 
 def http(kind: type[Exception], status: int) -> Exception:
@@ -267,11 +264,6 @@ def test_an_interrupt_passes_through(cache: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(huggingface_hub, "HfApi", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         resolve(REPO)
-
-
-def test_a_download_that_lacks_a_file(files: dict[str, bytes], hub: Any) -> None:
-    hub(without(files, "tokenizer.json"))
-    refused(lambda: resolve(REPO), "tokenizer.json")
 
 
 OFFLINE = """
@@ -405,12 +397,6 @@ def test_a_hub_that_lies_writes_nothing_outside_of_the_cache(lied: Any) -> None:
         assert {path.read_text() for path in repo.glob("refs/*")} <= {GOOD}
         assert not (repo / ".no_exist").exists()
         assert all(set(path.name) <= {*"0123456789abcdef"} for path in repo.glob("blobs/*"))
-
-
-def test_a_snapshot_of_another_name_is_not_used(cache: Path, files: dict[str, bytes]) -> None:
-    """Another program may have let such a hub make it."""
-    put_in_cache(cache, files, commit="not-a-commit")
-    refused(lambda: resolve(REPO, offline=True), "not in the local cache")
 
 
 def test_a_library_that_cannot_be_checked_fetches_nothing(

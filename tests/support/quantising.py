@@ -246,10 +246,3 @@ def folders(into: Path, form: Form) -> tuple[Path, Path]:
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
     return made, plain
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a folder."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
