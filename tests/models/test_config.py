@@ -237,16 +237,15 @@ def test_what_is_ignored_or_assumed_is_said(
     assert [note in found for found in notes] == ([True] if note else [])
 
 
-def test_generation_config_adds_stop_ids(tmp_path: Path) -> None:
-    config = read(tmp_path, LLAMA, '{"eos_token_id": [128001, 128009]}')
-    assert (config.stop_ids, config.notes) == ((2, 128001, 128009), ())
-
-
 @pytest.mark.parametrize(
     "text",
     ['{"eos_token_id": 5,}', "", "[]", '{"eos_token_id": "x"}', "\xff", '{"a": 1, "a": 2}', "NaN"],
 )
-def test_a_broken_generation_config_costs_a_note(text: str, tmp_path: Path) -> None:
+def test_generation_config_adds_stop_ids_and_costs_a_note_if_broken(
+    text: str, tmp_path: Path
+) -> None:
+    config = read(tmp_path, LLAMA, '{"eos_token_id": [128001, 128009]}')
+    assert (config.stop_ids, config.notes) == ((2, 128001, 128009), ())
     config = read(tmp_path, LLAMA, text)
     assert config.stop_ids == (2,)
     assert ["generation_config.json" in note for note in config.notes] == [True]

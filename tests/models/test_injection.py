@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import loaded
@@ -135,9 +133,7 @@ END = "<|end|>"
 
 def looped(body: str) -> tuple[Tokenizer, ChatTemplate]:
     """A template that writes this for each message, and a token at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        data = v.byte_level_json((END,), 1000, 8)
-        tokenizer = Tokenizer.from_folder(v.write_folder(Path(folder), data))
+    tokenizer = loaded.tokenizer(v.byte_level_json, (END,), 1000, 8)
     source = "{% for m in messages %}" + body + "{% endfor %}" + END
     return tokenizer, ChatTemplate(source, "test", tokenizer)
 

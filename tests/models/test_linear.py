@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import checkpoints
 import forked
 import peaks
 import pytest
 import torch
-from checkpoints import Spec, edit_tensors, write
+from checkpoints import Spec, write
 from loaded import refused
 from pairwise import some_by_day
 from torch import Tensor
@@ -207,9 +206,7 @@ def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.Monkey
 
 def stored(folder: Path, spec: Spec) -> tuple[Checkpoint, ModelConfig]:
     """A checkpoint in bfloat16."""
-    write(spec, folder)
-    for path in folder.glob("*.safetensors"):
-        edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
+    write(spec, folder, torch.bfloat16)
     return Checkpoint.open(folder), ModelConfig.from_folder(folder)
 
 
@@ -424,9 +421,7 @@ def test_packing_never_holds_a_second_copy(layers: int, tmp_path: Path) -> None:
 def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) -> None:
     """A vocabulary of 38 MB in bfloat16, saved by transformers and read in blocks of a MB."""
     spec = replace(WIDE, tied=tied, hidden=256, head_dim=64, vocab=75_000)
-    model = checkpoints.build(spec).bfloat16()
-    checkpoints.save(model, spec, tmp_path)
-    del model
+    write(spec, tmp_path, torch.bfloat16)
     made = peaks.loading(tmp_path, "bfloat16", "int8+head", 1 << 18)
     head = 75_000 * 256
     assert made.size < (1.1 if tied else 3.1) * head

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import Spec, edit_tensors, write
+from checkpoints import Spec, write
 from loaded import refused
 from torch import Tensor
 
@@ -63,9 +63,7 @@ def coded(
     folder: Path, forms: dict[str, tuple[str, int | None]], **spec: object
 ) -> tuple[Checkpoint, ModelConfig, dict[str, Coded]]:
     """A checkpoint in bfloat16 of which the named matrices are quantised."""
-    write(replace(SPEC, **spec), folder)  # type: ignore[arg-type]
-    for path in folder.glob("*.safetensors"):
-        edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
+    write(replace(SPEC, **spec), folder, torch.bfloat16)  # type: ignore[arg-type]
     checkpoint = Checkpoint.open(folder)
     made = {
         name: Coded(name, entry.path, entry.start, entry.shape, prod(entry.shape), *forms[part])

@@ -479,7 +479,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
     load_network(checkpoint, config)
 
 
-def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
+def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
@@ -487,9 +487,7 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert weights._cgroup_free(tmp_path) is None
     assert (weights.free_memory(torch.device("cpu")) or 0) > 2**20
-
-
-def test_free_memory_of_a_gpu_and_of_a_system_without_meminfo(monkeypatch: Any) -> None:
+    # Of a GPU, and of a system without meminfo.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 80 << 30))
     assert weights.free_memory(torch.device("cuda")) == 5 << 30
     monkeypatch.setattr(weights, "_cgroup_free", lambda root: None)
@@ -528,21 +526,15 @@ def test_a_head_beside_a_tied_embedding_is_compared_with_it(
     refused(lambda: network_of(tmp_path), "lm_head.weight")
 
 
-@pytest.mark.parametrize(
-    ("name", "stored", "device", "wants"),
-    [
+def test_what_names_of_dtypes_and_devices_mean() -> None:
+    for name, stored, device, wants in (
         ("auto", torch.float16, "cpu", torch.float32),
         ("auto", torch.float16, "cuda", torch.float16),
         ("auto", torch.bfloat16, "cpu", torch.bfloat16),
         ("auto", torch.float32, "cpu", torch.float32),
         ("float16", torch.bfloat16, "cpu", torch.float16),
-    ],
-)
-def test_what_dtype_auto_means(name: str, stored: Any, device: str, wants: Any) -> None:
-    assert models.dtype_of(name, stored, torch.device(device)) == wants
-
-
-def test_unknown_dtypes_and_devices_are_refused() -> None:
+    ):
+        assert models.dtype_of(name, stored, torch.device(device)) == wants, (name, stored, device)
     refused(lambda: models.dtype_of("int4", torch.float32, torch.device("cpu")), code=3)
     for name in ("tpu", "meta", "mps", "cuda:99", "cuda:x", ""):
         refused(lambda name=name: models._device(name), code=3)
