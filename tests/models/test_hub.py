@@ -337,26 +337,16 @@ for name in json.loads(sys.argv[1]):
 """
 
 
-def filled(value: Any, out: str) -> Any:
-    """A lie with the path of the folder outside in it."""
-    if isinstance(value, dict):
-        return {key: filled(one, out) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(filled(one, out) for one in value)
-    return value.replace("{out}", out) if isinstance(value, str) else value
-
-
 @pytest.fixture(scope="module")
 def lied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set[str]]]:
     """The folder in which the cache is, and what each lie led to. The library is the real one."""
     place = tmp_path_factory.mktemp("lies")
     (place / "outside").mkdir()
     (place / "outside/secret").write_text("mine")
+    lies = json.loads(json.dumps(LIES).replace("{out}", str(place / "outside")))
     repos = {
-        f"owner/lie-{n}": lying_hub.Repo(
-            **{"files": PLAIN, "sha": GOOD, "commit": GOOD, **filled(lie, str(place / "outside"))}
-        )
-        for n, lie in enumerate(LIES.values())
+        f"owner/lie-{n}": lying_hub.Repo(**{"files": PLAIN, "sha": GOOD, "commit": GOOD} | lie)
+        for n, lie in enumerate(lies.values())
     }
     with lying_hub.serving(repos) as address:
         home = {"HF_ENDPOINT": address, "HF_HOME": str(place / "a/b/home"), "NO_PROXY": "*"}

@@ -359,6 +359,8 @@ PIECES = {
     ],
 }
 BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+UNDERSCORED = json.dumps(v.legacy_json("v1") | {"decoder": PIECES}).replace("\\u2581", "_")
+"""A vocabulary that spells a space as "_"."""
 LOSSY = "the tokenizer drops or changes these characters of a text: "
 DECODER = "the decoder of tokenizer.json is another vocabulary's: it is not used"
 
@@ -372,12 +374,6 @@ def in_bytes(**changes: Any) -> dict[str, Any]:
     return {**first(1000), **changes}
 
 
-def other_space() -> dict[str, Any]:
-    """A vocabulary that spells a space as "_"."""
-    data = json.dumps(v.legacy_json("v1") | {"decoder": PIECES})
-    return dict(json.loads(data.replace("\\u2581", "_")))
-
-
 def replaced(of: str, by: str) -> dict[str, Any]:
     return in_bytes(normalizer={"type": "Replace", "pattern": {"Regex": of}, "content": by})
 
@@ -387,7 +383,7 @@ def replaced(of: str, by: str) -> dict[str, Any]:
     [
         (v.first_json("v3"), ""),
         (in_bytes(normalizer={"type": "NFC"}), ""),
-        (other_space(), "punctuation"),
+        (json.loads(UNDERSCORED), "punctuation"),
         (
             unigram(),
             "small letters, capitals, digits, punctuation, quotes and dashes, spaces, line ends, "

@@ -69,6 +69,7 @@ OTHERS = {
 }
 """Of an operator of Python, those that it becomes."""
 _PLACES = ast.Attribute | ast.Subscript
+_SKIPPED = ast.Assert | ast.Raise | ast.Import | ast.ImportFrom
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NO_CODE = ("annotation", "returns", "decorator_list", "bases", "args")
 _PAIRS = "minimum maximum, amin amax, argmin argmax, zeros ones, zeros_like ones_like".split(", ")
@@ -150,7 +151,8 @@ def _changes(tree: ast.Module) -> list[Change]:
             within = inside or (name == "body" and isinstance(node, ast.FunctionDef))
             for at, one in enumerate(below) if isinstance(below, list) else ((None, below),):
                 if isinstance(one, ast.stmt):
-                    if _skipped(one):
+                    text = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+                    if text or isinstance(one, _SKIPPED):
                         continue
                     if within:
                         dropped(node, name, at, one)
@@ -199,12 +201,6 @@ def _changes(tree: ast.Module) -> list[Change]:
 
     visit(tree, False)
     return found
-
-
-def _skipped(one: ast.stmt) -> bool:
-    if isinstance(one, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom):
-        return True
-    return isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
 
 
 def _set(node: ast.AST, field: str, new: Any, at: int | None) -> None:

@@ -115,11 +115,9 @@ NF4 = (
 FP4 = tuple(sign * x / 12 for sign in (1, -1) for x in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 
 
-def four_bits(
-    table: tuple[float, ...], kind: str, nested: bool, block: int = 32
-) -> Callable[..., Made]:
+def four_bits(table: tuple[float, ...], kind: str, nested: bool) -> Callable[..., Made]:
     def write(rows: int, columns: int, draw: torch.Generator) -> Made:
-        count = rows * columns
+        count, block = rows * columns, 32
         codes = _numbers(draw, 16, count)
         absmax = torch.rand(count // block, generator=draw) * 0.1 + 0.02
         about: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}

@@ -76,9 +76,9 @@ class Served:
             assert response.status_code == 200
             yield from filter(None, response.iter_lines())
 
-    def raw(self, data: bytes, seconds: float = 20) -> bytes:
+    def raw(self, data: bytes) -> bytes:
         """What comes back for these bytes, until the server closes the connection."""
-        with closing(socket.create_connection(("127.0.0.1", self.port), seconds)) as wire:
+        with closing(socket.create_connection(("127.0.0.1", self.port), 20)) as wire:
             wire.sendall(data)
             return b"".join(iter(lambda: wire.recv(1 << 16), b""))
 
