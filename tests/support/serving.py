@@ -21,10 +21,8 @@ from minikv.settings import Generation, Settings
 class Served:
     """`with Served(session) as server`: answers at `server.url` with this chat."""
 
-    def __init__(
-        self, session: ChatSession, *, name: str = "m", key: str = "", queue: int = 8
-    ) -> None:
-        self.name, self.key, self.logged = name, key, list[str]()
+    def __init__(self, session: ChatSession, *, name: str = "m", queue: int = 8) -> None:
+        self.name, self.logged = name, list[str]()
         log = self.logged.append
         self.conversations = Conversations(session, Settings(budget="48"), [name], log)
         self._queue = queue
@@ -36,7 +34,7 @@ class Served:
 
     async def _serve(self) -> None:
         self.desk = Desk(self.conversations, self._queue)
-        self.server = Server(self.desk, Generation(max_tokens=12), self.key)
+        self.server = Server(self.desk, Generation(max_tokens=12), "")
         await self.server.serve(sockets=[self._socket])
         self.desk.close()
 
