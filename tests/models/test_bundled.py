@@ -137,15 +137,10 @@ def test_the_training_makes_a_model(tmp_path: Path, monkeypatch: Any, start: Any
     train = importlib.import_module("train")
     monkeypatch.setattr(train, "LENGTHS", (1000,))
     train.main()
-    answers(tmp_path)
-    found = json.loads((tmp_path / "exam.json").read_text())
-    assert {*found} == {f"{kind} 1000" for kind in ("short", *world.LONG)}
-    assert all(sum(right for right, _ in found.values()) > 8 for _ in start), found
-
-
-def answers(folder: Path) -> None:
-    """The model can be loaded, and has an answer."""
-    chat = minikv.load(str(folder), policy="full")
+    chat = minikv.load(str(tmp_path), policy="full")
     chat.attach("The mayor of Velmora is Tarin Oskvin.")
     assert isinstance("".join(chat.ask("Who is the mayor of Velmora?", max_tokens=4)), str)
     assert chat.report is not None
+    found = json.loads((tmp_path / "exam.json").read_text())
+    assert {*found} == {f"{kind} 1000" for kind in ("short", *world.LONG)}
+    assert all(sum(right for right, _ in found.values()) > 8 for _ in start), found
