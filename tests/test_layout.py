@@ -33,6 +33,7 @@ ELSEWHERE = {
     "models/bundled/exam.py": "models/test_bundled.py",
     "models/bundled/world.py": "models/test_bundled.py",
     "models/errors.py": "models/test_weights.py",
+    "models/identity.py": "models/test_files.py",
     "models/llama.py": "models/test_parity.py",
     "models/rope.py": "models/test_parity.py",
     "models/rendering.py": "models/test_templates.py",

@@ -23,9 +23,9 @@ from minikv.models.tokenizer import Tokenizer
 from minikv.models.weights import load_network
 
 
-def resident(key: str) -> int:
-    """Bytes of this process in memory: VmRSS now, VmHWM at most since the peak was reset."""
-    status = Path("/proc/self/status").read_text()
+def resident(key: str, process: int | str = "self") -> int:
+    """Bytes of a process in memory: VmRSS now, VmHWM at most since the peak was reset."""
+    status = Path(f"/proc/{process}/status").read_text()
     return int(status.partition(f"{key}:")[2].split()[0]) << 10
 
 

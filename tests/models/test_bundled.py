@@ -62,14 +62,11 @@ def exact(
     return right
 
 
-def test_size_of_the_files() -> None:
+def test_files_and_the_sample_document(full: ChatSession) -> None:
     files = [path for path in BUNDLED.iterdir() if path.suffix != ".py" and path.is_file()]
     needed = {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"}
     assert needed <= {path.name for path in files}
     assert sum(path.stat().st_size for path in files) < 12_000_000
-
-
-def test_sample_document(full: ChatSession) -> None:
     text = (BUNDLED / "sample.txt").read_text()
     assert 6000 <= len(full.tokenizer.encode(text)) <= 8000
     asked = json.loads((BUNDLED / "questions.json").read_text())
@@ -140,15 +137,10 @@ def test_the_training_makes_a_model(tmp_path: Path, monkeypatch: Any, start: Any
     train = importlib.import_module("train")
     monkeypatch.setattr(train, "LENGTHS", (1000,))
     train.main()
-    answers(tmp_path)
-    found = json.loads((tmp_path / "exam.json").read_text())
-    assert {*found} == {f"{kind} 1000" for kind in ("short", *world.LONG)}
-    assert all(sum(right for right, _ in found.values()) > 8 for _ in start), found
-
-
-def answers(folder: Path) -> None:
-    """The model can be loaded, and has an answer."""
-    chat = minikv.load(str(folder), policy="full")
+    chat = minikv.load(str(tmp_path), policy="full")
     chat.attach("The mayor of Velmora is Tarin Oskvin.")
     assert isinstance("".join(chat.ask("Who is the mayor of Velmora?", max_tokens=4)), str)
     assert chat.report is not None
+    found = json.loads((tmp_path / "exam.json").read_text())
+    assert {*found} == {f"{kind} 1000" for kind in ("short", *world.LONG)}
+    assert all(sum(right for right, _ in found.values()) > 8 for _ in start), found

@@ -1,4 +1,5 @@
-"""The files of a model's folder: what is read of them, and what a download left in their place."""
+"""The files of a model's folder: what is read of them, what they are known by, and what a download
+left in their place."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import minikv.models as models
 from minikv.models import files
 from minikv.models.checkpoint import read_header
 from minikv.models.files import INDEX, read_json, wanted_files
+from minikv.models.identity import digests
 
 MODEL, TEKKEN, WORDS = "model.safetensors", "tekken.json", "tokenizer.json"
 ORIGINAL, PIECES, PART = "consolidated.safetensors", "tokenizer.model.v3", "part-a.safetensors"
@@ -138,3 +140,17 @@ def test_a_text_in_place_of_weights_is_quoted(tmp_path: Path, data: bytes, said:
 def test_json_that_is_none_is_to_be_fetched_again(tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     assert "hf download" in refused(lambda: read_json(tmp_path / name)).hint
+
+
+def test_files_are_told_apart_a_large_one_by_samples(tmp_path: Path) -> None:
+    """The rows of a tier and the cache of a saved chat are of these weights and this tokenizer."""
+    weights, seen = bytearray(20 << 20), []
+    for at in (0, 10 << 20):
+        weights[at : at + (1 << 19)] = b"\1" * (1 << 19)
+        (tmp_path / "model.safetensors").write_bytes(weights)
+        seen.append(digests(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    seen.append(digests(tmp_path))
+    first, second, third = seen
+    assert first["weights"] != second["weights"] == third["weights"]
+    assert first["tokenizer"] == second["tokenizer"] != third["tokenizer"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
@@ -191,8 +191,12 @@ def pair(key: str, kind: int, value: bytes) -> bytes:
     return text(key) + struct.pack("<I", kind) + value
 
 
-def file(pairs: list[bytes], tensors: list[bytes], version: int = 3, **counts: int) -> bytes:
-    """A GGUF file. counts: what its header says instead of the true numbers."""
+def file(
+    *pairs: bytes, tensors: Sequence[bytes] | None = None, version: int = 3, **counts: int
+) -> bytes:
+    """A GGUF file with this metadata, and one tensor if none are given. counts: what its header
+    says instead of the true numbers."""
+    tensors = [tensor()] if tensors is None else tensors
     said = counts.get("places", len(tensors)), counts.get("keys", len(pairs))
     made = b"GGUF" + struct.pack("<IQQ", version, *said) + b"".join([*pairs, *tensors])
     return made + bytes(-len(made) % 32 + 4096)
@@ -210,14 +214,9 @@ def tensor(
     return made + struct.pack("<IQ", kind, offset)
 
 
-def keyed(*pairs: bytes, version: int = 3) -> bytes:
-    """A file with this metadata and one tensor."""
-    return file([*pairs], [tensor()], version=version)
-
-
 def placed(*tensors: bytes) -> bytes:
     """A file without metadata."""
-    return file([], [*tensors])
+    return file(tensors=tensors)
 
 
 def number(value: int, form: str = "<Q") -> bytes:
@@ -231,27 +230,27 @@ def array(kind: int, count: int) -> bytes:
 def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
     """Files that are refused with exit code 6: a name and the content."""
     for n in (2**31, 2**40, 2**60, 2**63, 2**64 - 1):
-        yield f"{n} tensors", file([], [tensor()], places=n)
-        yield f"{n} pairs", file([], [tensor()], keys=n)
-        yield f"key of {n}", keyed(number(n))
-        yield f"text of {n}", keyed(pair("a", 8, number(n)))
+        yield f"{n} tensors", file(places=n)
+        yield f"{n} pairs", file(keys=n)
+        yield f"key of {n}", file(number(n))
+        yield f"text of {n}", file(pair("a", 8, number(n)))
         for kind in (0, 4, 8, 12):
-            yield f"array of {n} {kind}", keyed(pair("a", 9, array(kind, n)))
+            yield f"array of {n} {kind}", file(pair("a", 9, array(kind, n)))
         yield f"columns {n}", placed(tensor(shape=(n, 4)))
         yield f"rows {n}", placed(tensor(shape=(32, n)))
         yield f"offset {n}", placed(tensor(offset=n // 32 * 32))
         yield f"name of {n}", placed(number(n) + bytes(64))
         yield f"dimensions {n % 2**32}", placed(tensor(dimensions=n % 2**32))
-        yield f"alignment {n}", keyed(pair("general.alignment", 10, number(n)))
+        yield f"alignment {n}", file(pair("general.alignment", 10, number(n)))
     for n in (0, 3, 5, 24, 33, 2**21):
-        yield f"alignment {n}", keyed(pair("general.alignment", 4, number(n, "<I")))
-    yield "alignment in words", keyed(pair("general.alignment", 8, text("32")))
+        yield f"alignment {n}", file(pair("general.alignment", 4, number(n, "<I")))
+    yield "alignment in words", file(pair("general.alignment", 8, text("32")))
     for kind in (13, 14, 99, 2**32 - 1):
-        yield f"value of type {kind}", keyed(pair("a", kind, bytes(8)))
-        yield f"items of type {kind}", keyed(pair("a", 9, array(kind, 1) + bytes(8)))
-    yield "an array of arrays", keyed(pair("a", 9, array(9, 1) * 40))
-    yield "a key twice", keyed(pair("a", 0, b"1"), pair("a", 0, b"1"))
-    yield "a key that is no text", keyed(number(2) + b"\xff\xfe" + bytes(8))
+        yield f"value of type {kind}", file(pair("a", kind, bytes(8)))
+        yield f"items of type {kind}", file(pair("a", 9, array(kind, 1) + bytes(8)))
+    yield "an array of arrays", file(pair("a", 9, array(9, 1) * 40))
+    yield "a key twice", file(pair("a", 0, b"1"), pair("a", 0, b"1"))
+    yield "a key that is no text", file(number(2) + b"\xff\xfe" + bytes(8))
     yield "no tensor", placed()
     for n in (0, 5, 9):
         yield f"{n} dimensions", placed(tensor(shape=(32,) * n))
@@ -274,8 +273,8 @@ def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
     for start in (b"", b"G", b"GGUF", *others):
         yield f"begins {start[:9]!r}", start
     half = array(0, 2**19 + 1) + bytes(2**20)
-    yield "two arrays that have too many together", keyed(pair("a", 9, half), pair("b", 9, half))
-    yield "only an architecture", keyed(pair("general.architecture", 8, text("llama")))
+    yield "two arrays that have too many together", file(pair("a", 9, half), pair("b", 9, half))
+    yield "only an architecture", file(pair("general.architecture", 8, text("llama")))
     end = whole.rindex(b"output_norm.weight")
     for at in (*range(8, end, end // 40), len(whole) - 1, len(whole) // 2):
         yield f"cut at {at}", whole[:at]
@@ -312,12 +311,12 @@ def unsupported(whole: bytes) -> Iterator[tuple[str, bytes]]:
     for kind in (4, 5, 10, 11, 15, 16, 23, 24, 34, 39, 40, 77, 2**31):
         yield f"type {kind}", placed(tensor(kind=kind))
     for n in (0, 1, 4, 2**16, 2**31):
-        yield f"version {n}", keyed(version=n)
-    yield "no metadata", keyed()
+        yield f"version {n}", file(version=n)
+    yield "no metadata", file()
     texts = array(8, 2**20) + text("x" * 30) * 2**20
-    yield "as many texts as there may be", keyed(pair("a", 9, texts))
-    yield "another architecture", keyed(pair("general.architecture", 8, text("gpt-9")))
-    yield "an architecture of numbers", keyed(pair("general.architecture", 4, bytes(4)))
+    yield "as many texts as there may be", file(pair("a", 9, texts))
+    yield "another architecture", file(pair("general.architecture", 8, text("gpt-9")))
+    yield "an architecture of numbers", file(pair("general.architecture", 4, bytes(4)))
     yield "another size of values", changed(whole, "attention.value_length", b"\x20", b"\x10")
     model = b"tokenizer.ggml.mode"
     for old, new in ((model + b"l", model + b"x"), (b"smollm", b"smollx"), (b"gpt2", b"gpt9")):

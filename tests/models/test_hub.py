@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,12 +17,10 @@ import lying_hub
 import pytest
 from checkpoints import Spec, write
 from huggingface_hub import errors, file_download
-from loaded import refused
+from loaded import network_of, refused
+from processes import python
 
-from minikv.models.checkpoint import Checkpoint
-from minikv.models.config import ModelConfig
 from minikv.models.hub import resolve
-from minikv.models.weights import load_network
 
 REPO = "owner/some-model"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -64,18 +60,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A small sharded model with a tokenizer file. It is made before a test takes the hub away:
-    transformers looks for it when it is imported."""
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A small sharded model with a tokenizer file; no test may change them. It is made before a
+    test takes the hub away: transformers looks for it when it is imported."""
     folder = tmp_path_factory.mktemp("model")
     write(Spec(layout="sharded"), folder)
     (folder / "tokenizer.json").write_text("{}")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def files(written: dict[str, bytes]) -> dict[str, bytes]:
-    return dict(written)
 
 
 class FakeHub:
@@ -169,12 +160,15 @@ def test_a_cached_model_needs_no_network(cache: Path, files: dict[str, bytes]) -
     assert resolve(REPO, offline=True) == source
     assert resolve(REPO, revision=COMMIT) == source
     # The links into blobs/ are followed: this is how every real cache looks.
-    load_network(Checkpoint.open(source.folder), ModelConfig.from_folder(source.folder))
+    network_of(source.folder)
 
 
 def test_offline_says_what_is_missing(cache: Path, files: Any, monkeypatch: Any) -> None:
     error = refused(lambda: resolve(REPO, offline=True), "not in the local cache", code=3)
     assert "`offline=True`" in error.hint
+    # Another program may have let a hub that lies make a snapshot of another name.
+    put_in_cache(cache, files, commit="not-a-commit")
+    refused(lambda: resolve(REPO, offline=True), "not in the local cache")
     shard = next(name for name in files if name.startswith("model-"))
     put_in_cache(cache, without(files, shard))
     assert shard in str(refused(lambda: resolve(REPO, offline=True)))
@@ -219,11 +213,13 @@ def test_only_the_needed_files_are_fetched(files: Any, hub: Any, monkeypatch: An
     ],
 )
 def test_repositories_without_usable_weights_are_refused_before_the_download(
-    names: list[str], word: str, hub: Any
+    names: list[str], word: str, files: dict[str, bytes], hub: Any
 ) -> None:
     fake = hub(dict.fromkeys(names, b""))
     refused(lambda: resolve(REPO), word, code=3)
     assert fake.asked == []
+    hub(without(files, "tokenizer.json"))
+    refused(lambda: resolve(REPO), "tokenizer.json")
 
 
 def http(kind: type[Exception], status: int) -> Exception:
@@ -270,11 +266,6 @@ def test_an_interrupt_passes_through(cache: Path, monkeypatch: pytest.MonkeyPatc
         resolve(REPO)
 
 
-def test_a_download_that_lacks_a_file(files: dict[str, bytes], hub: Any) -> None:
-    hub(without(files, "tokenizer.json"))
-    refused(lambda: resolve(REPO), "tokenizer.json")
-
-
 OFFLINE = """
 import os, socket, sys
 def forbidden(*args, **kwargs):
@@ -289,13 +280,9 @@ print(source.revision)
 """
 
 
-def python(code: str, *given: str, **environment: str) -> str:
+def printed(code: str, given: str, **environment: str) -> str:
     """What a program prints in a process without other settings of the library."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    run = [sys.executable, "-c", code, *given]
-    done = subprocess.run(
-        run, capture_output=True, text=True, check=False, timeout=300, env=clean | environment
-    )
+    done = python("-c", code, given, without=("HF_",), **environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" or code is not OFFLINE
     return done.stdout
@@ -303,7 +290,7 @@ def python(code: str, *given: str, **environment: str) -> str:
 
 def test_offline_is_set_before_the_library_is_imported(tmp_path: Path, files: Any) -> None:
     put_in_cache(tmp_path, files)
-    assert python(OFFLINE, REPO, HF_HUB_CACHE=str(tmp_path)).strip() == COMMIT
+    assert printed(OFFLINE, REPO, HF_HUB_CACHE=str(tmp_path)).strip() == COMMIT
 
 
 GOOD = "ab" * 20
@@ -350,30 +337,20 @@ for name in json.loads(sys.argv[1]):
 """
 
 
-def filled(value: Any, out: str) -> Any:
-    """A lie with the path of the folder outside in it."""
-    if isinstance(value, dict):
-        return {key: filled(one, out) for key, one in value.items()}
-    if isinstance(value, tuple):
-        return tuple(filled(one, out) for one in value)
-    return value.replace("{out}", out) if isinstance(value, str) else value
-
-
 @pytest.fixture(scope="module")
 def lied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, set[str]]]:
     """The folder in which the cache is, and what each lie led to. The library is the real one."""
     place = tmp_path_factory.mktemp("lies")
     (place / "outside").mkdir()
     (place / "outside/secret").write_text("mine")
+    lies = json.loads(json.dumps(LIES).replace("{out}", str(place / "outside")))
     repos = {
-        f"owner/lie-{n}": lying_hub.Repo(
-            **{"files": PLAIN, "sha": GOOD, "commit": GOOD, **filled(lie, str(place / "outside"))}
-        )
-        for n, lie in enumerate(LIES.values())
+        f"owner/lie-{n}": lying_hub.Repo(**{"files": PLAIN, "sha": GOOD, "commit": GOOD} | lie)
+        for n, lie in enumerate(lies.values())
     }
     with lying_hub.serving(repos) as address:
         home = {"HF_ENDPOINT": address, "HF_HOME": str(place / "a/b/home"), "NO_PROXY": "*"}
-        out = python(ASK, json.dumps([*repos]), **home)
+        out = printed(ASK, json.dumps([*repos]), **home)
     told: dict[str, set[str]] = {name: set() for name in LIES}
     for line in out.splitlines():
         repo, _, rest = line.partition("|")
@@ -410,12 +387,6 @@ def test_a_hub_that_lies_writes_nothing_outside_of_the_cache(lied: Any) -> None:
         assert {path.read_text() for path in repo.glob("refs/*")} <= {GOOD}
         assert not (repo / ".no_exist").exists()
         assert all(set(path.name) <= {*"0123456789abcdef"} for path in repo.glob("blobs/*"))
-
-
-def test_a_snapshot_of_another_name_is_not_used(cache: Path, files: dict[str, bytes]) -> None:
-    """Another program may have let such a hub make it."""
-    put_in_cache(cache, files, commit="not-a-commit")
-    refused(lambda: resolve(REPO, offline=True), "not in the local cache")
 
 
 def test_a_library_that_cannot_be_checked_fetches_nothing(

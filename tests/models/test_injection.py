@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import loaded
 import pytest
 import tokenizers
 import vocabularies as v
-from loaded import turns
+from loaded import refused, turns
 
-from minikv.models.errors import UnsupportedModel
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
 
@@ -136,9 +133,7 @@ END = "<|end|>"
 
 def looped(body: str) -> tuple[Tokenizer, ChatTemplate]:
     """A template that writes this for each message, and a token at the end."""
-    with tempfile.TemporaryDirectory() as folder:
-        data = v.byte_level_json((END,), 1000, 8)
-        tokenizer = Tokenizer.from_folder(v.write_folder(Path(folder), data))
+    tokenizer = loaded.tokenizer(v.byte_level_json, (END,), 1000, 8)
     source = "{% for m in messages %}" + body + "{% endfor %}" + END
     return tokenizer, ChatTemplate(source, "test", tokenizer)
 
@@ -158,8 +153,7 @@ def test_halves_are_not_completed_by_the_template(text: str) -> None:
 def test_a_template_that_takes_messages_apart_is_stopped() -> None:
     tokenizer, template = looped("{{ m.content ~ m.content.replace('_', '|') }}")
     assert len(structure(tokenizer, template.opening(turns("a_b")))) == 1
-    with pytest.raises(UnsupportedModel, match="control tokens out of a message"):
-        template.opening(turns("<_end_>"))
+    refused(lambda: template.opening(turns("<_end_>")), "control tokens out of a message", code=3)
 
 
 @pytest.mark.parametrize("change", ["upper", "lower", "title", "capitalize", "trim", "tojson"])

@@ -11,10 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from loaded import refused
 from pairwise import some_by_day
 
 from minikv.models import limits, weights
-from minikv.models.errors import ModelTooLarge
 
 
 def test_what_is_left_counts_as_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,9 +48,7 @@ def test_torch_that_is_there_needs_no_room(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(limits, "address_space", lambda: 1 << 20)
     limits.refuse_without_torch()
     monkeypatch.delitem(sys.modules, "torch")
-    with pytest.raises(ModelTooLarge, match="1 MiB more of address space") as caught:
-        limits.refuse_without_torch()
-    assert caught.value.exit_code == 4
+    refused(limits.refuse_without_torch, "1 MiB more of address space", code=4)
     for enough in (700 << 20, None):
         monkeypatch.setattr(limits, "address_space", lambda enough=enough: enough)
         limits.refuse_without_torch()

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import checkpoints
 import forked
 import peaks
 import pytest
 import torch
-from checkpoints import Spec, edit_tensors, write
+from checkpoints import Spec, write
 from loaded import refused
 from pairwise import some_by_day
 from torch import Tensor
@@ -30,7 +29,6 @@ from minikv.cli.bench import networks as random_models
 from minikv.models import linear, weights
 from minikv.models.checkpoint import Checkpoint
 from minikv.models.config import ModelConfig
-from minikv.models.errors import ModelError
 from minikv.models.linear import Int4, Int8, Linear, Plain, kept, kept_bytes
 from minikv.models.llama import Llama
 from minikv.models.weights import load_network
@@ -208,9 +206,7 @@ def test_int4_without_a_known_layout_still_multiplies(monkeypatch: pytest.Monkey
 
 def stored(folder: Path, spec: Spec) -> tuple[Checkpoint, ModelConfig]:
     """A checkpoint in bfloat16."""
-    write(spec, folder)
-    for path in folder.glob("*.safetensors"):
-        edit_tensors(path, lambda t: {name: value.bfloat16() for name, value in t.items()})
+    write(spec, folder, torch.bfloat16)
     return Checkpoint.open(folder), ModelConfig.from_folder(folder)
 
 
@@ -354,13 +350,12 @@ def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     weights.check_form("int8", cpu, bf16, sizes)
     weights.check_form("int8+head", cpu, bf16, sizes)
     for form in ("int4", "int4+head"):
-        with pytest.raises(ModelError, match="no kernel"):
-            weights.check_form(form, cpu, bf16, sizes)
+        refused(partial(weights.check_form, form, cpu, bf16, sizes), "no kernel", code=2)
         weights.check_form(form, cuda, bf16, sizes)  # there torch's operators can unpack
     monkeypatch.setattr(weights, "lacks", lambda form: "no kernel" if form == "int8" else "")
     weights.check_form("int4", cpu, bf16, sizes)
-    with pytest.raises(ModelError, match=r'"int4\+head"`: no kernel'):  # the head is in eight bits
-        weights.check_form("int4+head", cpu, bf16, sizes)
+    with_head = partial(weights.check_form, "int4+head", cpu, bf16, sizes)
+    refused(with_head, '"int4+head"`: no kernel', code=2)  # the head is in eight bits
     for form in ("int8", "int8+head", "int4+head"):
         assert models.dtype_of("auto", torch.float32, cpu, form) == bf16
 
@@ -402,12 +397,11 @@ def test_the_hint_names_the_forms_that_fit(
     config = replace(config, **changes)
     room = weights.loading_bytes(config, torch.bfloat16, free) if free else 1 << 20
     monkeypatch.setattr(weights, "free_memory", lambda device: room)
-    with pytest.raises(ModelError) as caught:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, form)
-    assert caught.value.exit_code == 4
-    assert re.findall(r'weights="(.*?)"` would need', caught.value.hint) == offered
+    check = partial(weights._check_room, config, torch.device("cpu"), torch.bfloat16)
+    error = refused(lambda: check(form), code=4)
+    assert re.findall(r'weights="(.*?)"` would need', error.hint) == offered
     if free:
-        weights._check_room(config, torch.device("cpu"), torch.bfloat16, free)
+        check(free)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -427,9 +421,7 @@ def test_packing_never_holds_a_second_copy(layers: int, tmp_path: Path) -> None:
 def test_a_packed_head_is_never_beside_its_bfloat16(tied: bool, tmp_path: Path) -> None:
     """A vocabulary of 38 MB in bfloat16, saved by transformers and read in blocks of a MB."""
     spec = replace(WIDE, tied=tied, hidden=256, head_dim=64, vocab=75_000)
-    model = checkpoints.build(spec).bfloat16()
-    checkpoints.save(model, spec, tmp_path)
-    del model
+    write(spec, tmp_path, torch.bfloat16)
     made = peaks.loading(tmp_path, "bfloat16", "int8+head", 1 << 18)
     head = 75_000 * 256
     assert made.size < (1.1 if tied else 3.1) * head

@@ -36,21 +36,16 @@ def test_a_token_that_the_embedding_lacks(tmp_path: Path, special: bool) -> None
     refused(lambda: models.load(folder), "a token 5,000, and the model's embedding has 260 rows")
 
 
-@pytest.mark.parametrize("template", ["", "{% if false %}{{ messages }}{% endif %}", " \n"])
-def test_a_template_that_writes_nothing(tmp_path: Path, template: str) -> None:
+def test_templates_that_write_nothing_or_have_no_usable_name(tmp_path: Path) -> None:
     folder = tiny.write(tmp_path)
-    (folder / "chat_template.jinja").write_text(template)
-    refused(lambda: models.load(folder), "writes nothing")
-
-
-@pytest.mark.parametrize(
-    "named", [{"name": {}}, {"name": {}, "template": "x"}, {"name": [], "template": {}}, {}, 3]
-)
-def test_templates_without_usable_names_are_none(tmp_path: Path, named: Any) -> None:
-    folder = tiny.write(tmp_path)
-    (folder / "chat_template.jinja").unlink()
-    altered(folder / "tokenizer_config.json", chat_template=[named])
-    assert models.load(folder).template.name != "tokenizer_config.json"
+    file = folder / "chat_template.jinja"
+    for template in ("", "{% if false %}{{ messages }}{% endif %}", " \n"):
+        file.write_text(template)
+        refused(lambda: models.load(folder), "writes nothing")
+    file.unlink()
+    for named in ({"name": {}}, {"name": {}, "template": "x"}, {"name": [], "template": {}}, {}, 3):
+        altered(folder / "tokenizer_config.json", chat_template=[named])
+        assert models.load(folder).template.name != "tokenizer_config.json", named
 
 
 KEYS = "bos_token additional_special_tokens added_tokens_decoder legacy add_bos_token".split()

@@ -7,7 +7,7 @@ token, relative to the largest logit.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from minikv.cache.attend import DenseAttend
 from minikv.models.llama import Llama
-from minikv.models.tensors import tensors_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,11 +119,6 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max()).item()
 
 
-def test_the_matrix_is_large_and_without_repeats() -> None:
-    assert len(SPECS) >= 180
-    assert len({repr(replace(spec, seed=0)) for spec in SPECS}) == len(SPECS)
-
-
 def _settings(spec: Spec) -> tuple[str, ...]:
     return tuple(repr(getattr(spec, one.name)) for one in fields(spec) if one.name != "seed")
 
@@ -174,15 +168,6 @@ def test_bfloat16_agrees_where_the_choice_is_clear(
         agree += int((ours.argmax(-1) == theirs.argmax(-1))[sure].sum())
     assert clear >= 200
     assert agree >= 0.99 * clear
-
-
-def test_an_export_under_our_names_loads_in_transformers(tmp_path: Path) -> None:
-    """`tensors_of` is also how a trained network is saved."""
-    oracle = write(Spec(bias=True, mlp_bias=True), tmp_path)
-    network = network_of(tmp_path)
-    state = {name: tensor.clone() for name, tensor in tensors_of(network)}
-    assert state.keys() == oracle.state_dict().keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in oracle.state_dict().items())
 
 
 def test_forward_leaves_the_last_layers_unneeded_rows_alone(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import Mock
@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 import vocabularies as v
 from jinja2.exceptions import TemplateError
-from loaded import turns
+from loaded import refused, turns
 from mistral_common.protocol.instruct.messages import AssistantMessage, SystemMessage, UserMessage
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
@@ -29,7 +29,6 @@ from pairwise import some_by_day
 
 from minikv.models import rendering, templates
 from minikv.models.builtin_templates import source
-from minikv.models.errors import CorruptModel, UnsupportedModel
 from minikv.models.rendering import TemplateRefusal, TemplatesUnavailable, _Process, process, render
 from minikv.models.templates import ChatTemplate, Message
 from minikv.models.tokenizer import Tokenizer
@@ -171,16 +170,6 @@ def test_built_in_formats_agree_over_vocabulary_layouts(
             assert words.opening(chat) == pieces.opening(chat), (format, chat)
 
 
-def follows(tokenizer: Tokenizer, template: ChatTemplate, chat: list[Message]) -> None:
-    """What is fed turn by turn is what the whole conversation gives."""
-    fed, whole = template.opening(chat[:-2]), template.opening(chat)
-    suffix = template.following(chat)
-    assert suffix, chat
-    end = len(whole) - len(suffix)
-    assert (whole[: len(fed)], whole[end:]) == (fed, suffix)
-    assert tokenizer.decode(whole[len(fed) : end]) == chat[-2].content
-
-
 def spoken(format: str) -> tuple[Tokenizer, ChatTemplate]:
     """A tokenizer with the control tokens of a built-in format, and that format."""
     if format == "llama-3":
@@ -198,12 +187,19 @@ def spoken(format: str) -> tuple[Tokenizer, ChatTemplate]:
     [(prepared, case) for case in CASES if case != "mistral-v1"] + [(spoken, f) for f in v.FORMATS],
 )
 def test_following_continues_the_opening(make: Any, name: str, part: float) -> None:
+    """What is fed turn by turn is what the whole conversation gives."""
     tokenizer, template = make(name)
     rng = random.Random(24)
     for _ in range(round(400 * part)):
         chat = random_chat(rng, system=name != "mistral-v3", strip=True)
-        if len(chat) > 2:
-            follows(tokenizer, template, chat)
+        if len(chat) < 3:
+            continue
+        fed, whole = template.opening(chat[:-2]), template.opening(chat)
+        suffix = template.following(chat)
+        assert suffix, chat
+        end = len(whole) - len(suffix)
+        assert (whole[: len(fed)], whole[end:]) == (fed, suffix)
+        assert tokenizer.decode(whole[len(fed) : end]) == chat[-2].content
 
 
 def test_following_survives_what_a_template_trims() -> None:
@@ -227,18 +223,16 @@ def with_source(source: str) -> ChatTemplate:
 def test_conversations_that_are_refused() -> None:
     short = with_source(each(TURN).replace("messages", "messages[:2]"))
     assert short.opening(ASKED)
-    with pytest.raises(UnsupportedModel, match="writes no answer"):
-        short.opening(LATER)
+    refused(lambda: short.opening(LATER), "writes no answer", code=3)
     template = prepared("own")[1]
     for chat in ([], turns("a", "b")):
         with pytest.raises(ValueError, match="user message"):
             template.opening(chat)
     with pytest.raises(ValueError, match="answer"):
         template.following(turns("a"))
-    with pytest.raises(UnsupportedModel, match="leaves earlier answers out"):
-        with_source("{{ messages[-1].content }}").following(turns("a", "b", "c"))
-    with pytest.raises(UnsupportedModel, match="roles must alternate"):
-        prepared("mistral-v1")[1].opening([*turns("a"), *turns("b")])
+    last, alternates = with_source("{{ messages[-1].content }}"), prepared("mistral-v1")[1]
+    refused(lambda: last.following(turns("a", "b", "c")), "leaves earlier answers out", code=3)
+    refused(lambda: alternates.opening(turns("a") * 2), "roles must alternate", code=3)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +270,7 @@ def looped(body: str) -> str:
     return LOOP.replace("@", body)
 
 
+LATER_CUT = "{{ m.content if loop.first else m.content[:20] }}"
 SHORT = "{{ m.content[:20] if m.role == 'user' else m.content }}"
 LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "cut": ("{{ m.content[:20] }}", ASKED, "a question"),
@@ -288,36 +283,25 @@ LEFT_OUT: dict[str, tuple[str, list[Message], str]] = {
     "end of the system prompt": (CUT, turns(LONG, system="Be brief, now."), "the system"),
     "words run together": ("{{ m.content.split() | join }}", ASKED, "a question"),
     "said by the system": (SHORT, turns(LONG, system=f"People often ask: {LONG}"), "a question"),
-    "what a question said, too": (
-        "{{ m.content if loop.first else m.content[:20] }}",
-        turns(f"Text: {LONG}", "b", LONG),
-        "a question",
-    ),
-    **{
-        f"answers that end with {tag}": (
-            CUT,
-            turns(LONG, f"{tag[0]}b{tag[-1]} some bold text {tag}", LONG),
-            "an earlier answer",
-        )
-        for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]")
-    },
+    "what a question said, too": (LATER_CUT, turns(f"Text: {LONG}", "b", LONG), "a question"),
     "all before a tag": (
         "{{ m.content.split('</b>')[-1] }}",
         turns(LONG, "one <b>two</b> three", LONG),
         "an earlier answer",
     ),
 }
+for tag in ("</b>", "[/b]", "</html>", "</think>", "[/THINK]"):
+    tagged = turns(LONG, f"{tag[0]}b{tag[-1]} some bold text {tag}", LONG)
+    LEFT_OUT[f"answers that end with {tag}"] = CUT, tagged, "an earlier answer"
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_a_template_leaves_out_is_refused(name: str) -> None:
     source, chat, which = LEFT_OUT[name]
     template = with_source(each(source))
-    with pytest.raises(UnsupportedModel, match=f"leaves out {which}"):
-        template.opening(chat)
+    refused(lambda: template.opening(chat), f"leaves out {which}", code=3)
     if chat is ASKED:
-        with pytest.raises(UnsupportedModel, match="leaves"):
-            template.following(turns("x", "y", LONG))
+        refused(lambda: template.following(turns("x", "y", LONG)), "leaves", code=3)
 
 
 @pytest.mark.parametrize(
@@ -402,7 +386,6 @@ def spelled(template: ChatTemplate, ids: list[int]) -> str:
 
 
 LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
-LABELS = "{{ {'user': 'USER: ', 'assistant': 'ASSISTANT: '}[m.role] }}{{ m.content }}"
 END = "<|end|><|assistant|>"
 UNANSWERED = "{% if messages[-1].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
 ASKS_FIRST = "{% if add_generation_prompt %}<|system|>Answer.{% endif %}"
@@ -467,10 +450,10 @@ def test_a_template_may_begin_with_a_tag(tmp_path: Path, first: str) -> None:
     assert template._tokenizer.decode(template.opening(ASKED)) == first + LONG
     for page in (first, "<!doctype html>" + first + "{{ messages }}"):
         file.write_text(page, "utf-8")
-        with pytest.raises(CorruptModel, match="is a web page"):
-            from_folder(tmp_path)
+        refused(lambda: from_folder(tmp_path), "is a web page", code=6)
 
 
+HEADINGS = "### {{ m.role }}:\n{{ m.content }}\n\n"
 UPPER = "{{ m.role | upper }}: {{ m.content }} "
 
 
@@ -479,11 +462,7 @@ UPPER = "{{ m.role | upper }}: {{ m.content }} "
     [
         (PUBLISHED["llama-2"], "[INST] a [/INST] <<SYS>> [INSTALL] INST", 3),
         (PUBLISHED["zephyr"], "<|user|> and <|assistant|>, <|system|> <|other|>", 3),
-        (
-            each("### {{ m.role }}:\n{{ m.content }}\n\n"),
-            "### user:\n### assistant:\n### note:\nuser:",
-            2,
-        ),
+        (each(HEADINGS), "### user:\n### assistant:\n### note:\nuser:", 2),
         ("Some words: of it. " + each(UPPER), "USER: a ASSISTANT: b Some words: USER :", 2),
         (PUBLISHED["chatml"], "user\nassistant <|im_start|> [INST]", 0),
         (PUBLISHED["llama-3.2"], "Cutting Knowledge Date: Today Date: user", 0),
@@ -504,6 +483,14 @@ def test_look_up_order(tmp_path: Path) -> None:
 
     assert found() == ("plain", "\n")
     assert "plain completion" in from_folder(tmp_path).notes[0]
+    for listed, special, format in (  # templates for other uses are not taken
+        ({"rag": "R", "tool_use": "T"}, OWN, "plain"),
+        ([{"name": "rag", "template": "R"}, {"name": "tool"}, 7], v.LLAMA_3, "built-in llama-3"),
+    ):
+        template = from_folder(tmp_path, {"chat_template": listed}, special)
+        assert template.name == format
+        (note,) = template.notes
+        assert note.startswith("no default chat template in the folder")
     (tmp_path / "chat_template.json").write_text('{"chat_template": {"default": "D"}}', "utf-8")
     assert found() == ("chat_template.json", "D")
     listed = [{"name": "tool", "template": "X"}, {"name": "default", "template": "C"}]
@@ -511,22 +498,6 @@ def test_look_up_order(tmp_path: Path) -> None:
     assert found(chat_template="B") == ("tokenizer_config.json", "B")
     (tmp_path / "chat_template.jinja").write_text("A", "utf-8")
     assert found(chat_template="B") == ("chat_template.jinja", "A")
-
-
-@pytest.mark.parametrize(
-    ("listed", "special", "format"),
-    [
-        ({"rag": "R", "tool_use": "T"}, OWN, "plain"),
-        ([{"name": "rag", "template": "R"}, {"name": "tool"}, 7], v.LLAMA_3, "built-in llama-3"),
-    ],
-)
-def test_templates_for_other_uses_are_not_taken(
-    tmp_path: Path, listed: Any, special: tuple[str, ...], format: str
-) -> None:
-    template = from_folder(tmp_path, {"chat_template": listed}, special)
-    assert template.name == format
-    (note,) = template.notes
-    assert note.startswith("no default chat template in the folder")
 
 
 def llama_2_json() -> dict[str, Any]:
@@ -540,16 +511,13 @@ def llama_2_json() -> dict[str, Any]:
     return data
 
 
-NEMO = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-
-
 @pytest.mark.parametrize(
     ("name", "folder", "of"),
     [
         ("built-in llama-3", "a", (v.byte_level_json, v.LLAMA_3, 1000, 8)),
         ("built-in chatml", "b", (v.byte_level_json, v.CHATML, 1000, 8)),
         ("built-in mistral-v3", "c", (v.first_json, "v3")),
-        ("built-in mistral-v3", "d", (v.byte_level_json, NEMO, 1000, 8)),
+        ("built-in mistral-v3", "d", (v.byte_level_json, v.NEMO, 1000, 8)),
         ("built-in mistral-v1", "mistral-7b", ("v1",)),
         ("built-in zephyr", "zephyr-7b-beta", ("v1",)),
         ("built-in llama-2", "Llama-2-7b-chat", (llama_2_json,)),
@@ -618,8 +586,8 @@ def test_the_sandbox_writes_what_transformers_writes(source: str) -> None:
         variables = {"messages": plain(chat), "tools": None, "documents": None, **given}
         try:
             expected = render_jinja_template([plain(chat)], chat_template=source, **given)[0][0]
-        except TemplateError as refused:
-            with pytest.raises(TemplateRefusal, match=str(refused)):
+        except TemplateError as error:
+            with pytest.raises(TemplateRefusal, match=str(error)):
                 render(source, "t", variables)
             continue
         assert render(source, "t", variables) == expected
@@ -704,24 +672,22 @@ def test_hostile_templates_are_stopped(
         given_less_time(tmp_path / "sandbox.py", monkeypatch, share)
     started = time.monotonic()
     data = {"messages": [{"content": "a"}]}
-    error = loaded.refused(lambda: render(HOSTILE[name], "chat_template.jinja", data))
+    error = refused(lambda: render(HOSTILE[name], "chat_template.jinja", data), code=6)
     assert time.monotonic() - started < 10  # unbounded, they take minutes
-    assert error.exit_code == 6
     assert str(error).startswith("chat_template.jinja")
     assert "MemoryError" not in str(error)
     assert share == 1 or "was stopped" in str(error)
     running = rendering.process()._running
     assert running is not None
     if running.poll() is None:
-        status = Path(f"/proc/{running.pid}/status").read_text()
-        assert int(status.split("VmHWM:")[1].split()[0]) < 512 << 10  # KiB
+        assert loaded.resident("VmHWM", running.pid) < 512 << 20
 
 
 def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> None:
     source = "{% for i in range(COUNT) %}{{ 'a' * 65536 }}{% endfor %}"
     assert len(render(source.replace("COUNT", "64"), "t", {})) == 4 << 20
-    with pytest.raises(CorruptModel, match="it wrote more than 4,194"):
-        render(source.replace("COUNT", "66"), "t", {})
+    source = source.replace("COUNT", "66")
+    refused(lambda: render(source, "t", {}), "it wrote more than 4,194", code=6)
     text = "All work and no play. " * 200_000
     variables = {"messages": [{"role": "user", "content": text}], "add_generation_prompt": True}
     assert render(PUBLISHED["own"], "t", variables) == f"<|bos|><|user|>{text}<|end|><|assistant|>"
@@ -730,21 +696,27 @@ def test_a_text_may_be_long_and_names_are_printed_without_what_they_hold() -> No
 
 
 def test_the_next_rendering_is_none_the_worse(tmp_path: Path, monkeypatch: Any) -> None:
-    given_less_time(tmp_path / "sandbox.py", monkeypatch, 0.1)
-    for name in ("nested loops", "output"):
-        with pytest.raises(CorruptModel, match="was stopped"):
-            render(HOSTILE[name], "t", {})
-        data = {"messages": [{"content": "ü" * 9}]}
+    """Behind one that was stopped, that Ctrl-C ended, or whose process is gone."""
+    data = {"messages": [{"content": "ü" * 9}]}
+
+    def answers() -> None:
         assert render("{{ messages[0].content }}", "t", data) == "ü" * 9
 
-
-def test_a_process_that_is_gone_is_started_again() -> None:
-    assert render("{{ 1 + 1 }}", "t", {}) == "2"
+    with monkeypatch.context() as patch:
+        given_less_time(tmp_path / "sandbox.py", patch, 0.1)
+        for name in ("nested loops", "output"):
+            refused(partial(render, HOSTILE[name], "t", {}), "was stopped", code=6)
+            answers()
+    with monkeypatch.context() as patch:
+        patch.setattr(_Process, "_exchange", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            render("{{ 'first' }}", "t", {})
+    answers()
     running = process()._running
     assert running is not None
     running.kill()
     running.wait()
-    assert render("{{ 1 + 1 }}", "t", {}) == "2"
+    answers()
     assert process()._running is not running
 
 
@@ -772,20 +744,17 @@ def test_it_imports_from_where_this_process_does(python: Any, monkeypatch: Any) 
         _Process().ask({"source": "", "data": {}})
 
 
-@pytest.mark.parametrize(
-    ("lines", "why"),
-    [(None, "No such file"), ("exit 3", "it ended"), ("echo what; exec cat", "what")],
-)
-def test_a_process_that_cannot_be_started_is_no_fault_of_the_template(
-    python: Any, lines: str | None, why: str
-) -> None:
-    started = python(lines)
-    started.start()  # says nothing: there may be no template to render
-    with pytest.raises(TemplatesUnavailable, match=why):
-        started.ask({"source": "", "data": {}})
-
-
-def test_a_text_that_ends_early_is_no_text(python: Any) -> None:
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_template(python: Any) -> None:
+    for lines, why in (
+        (None, "No such file"),
+        ("exit 3", "it ended"),
+        ("echo what; exec cat", "what"),
+    ):
+        started = python(lines)
+        started.start()  # says nothing: there may be no template to render
+        with pytest.raises(TemplatesUnavailable, match=why):
+            started.ask({"source": "", "data": {}})
+    # A text that ends early is no text.
     cut = python("""echo '{}'; read line; echo '{"bytes": 1000}'; printf xxxxxx""")
     found, text = cut.ask({"source": "", "data": {}})
     assert (list(found), text) == (["stopped"], "")
@@ -797,14 +766,6 @@ def test_threads_start_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: one.start(), range(8)))
     assert started.call_count == 1
-
-
-def test_ctrl_c_within_a_rendering_leaves_no_reply_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(_Process, "_exchange", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            render("{{ 'first' }}", "t", {})
-    assert render("{{ 'second' }}", "t", {}) == "second"
 
 
 def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -834,18 +795,14 @@ def test_the_deadline_holds_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_a_template_says_of_itself_is_cut(source: str, tmp_path: Path) -> None:
     config = {"chat_template": source * (len(source) // 300_000 * 9 + 1)}  # two megabytes
-    with pytest.raises((CorruptModel, UnsupportedModel)) as caught:
-        from_folder(tmp_path, config)
-    assert len(str(caught.value)) < 400
-    assert str(caught.value).isprintable()
+    assert len(str(refused(lambda: from_folder(tmp_path, config)))) < 400
 
 
 def test_hostile_templates_are_refused_with_the_folder(tmp_path: Path) -> None:
     file = tmp_path / "chat_template.jinja"
     for content in (HOSTILE["text times"].encode(), b"\xff\xfe", b"{% for"):
         file.write_bytes(content)
-        with pytest.raises(CorruptModel, match=r"chat_template\.jinja"):
-            from_folder(tmp_path)
+        refused(lambda: from_folder(tmp_path), "chat_template.jinja", code=6)
     file.unlink()
-    with pytest.raises(CorruptModel, match="neither text nor a list"):
-        from_folder(tmp_path, {"chat_template": 7})
+    seven = {"chat_template": 7}
+    refused(lambda: from_folder(tmp_path, seven), "neither text nor a list", code=6)

@@ -61,44 +61,30 @@ def made(name: str) -> tuple[ChatTemplate, Any]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_is_found_of_a_template(name: str) -> None:
-    template, _ = made(name)
+def test_chats_with_thoughts(name: str) -> None:
+    """Their ids are those of transformers. Of an answer with a tag within code, all reaches the
+    model, and no control token with it."""
+    template, theirs = made(name)
     _, names, forgets, opens = MODELS[name]
-    tags = template.tags
-    if name == "no tags":
-        assert tags is None
+    tags, tokenizer = template.tags, template._tokenizer
+    for thoughts in ("one\nor two", ""):
+        answer = "Yes,\n\nit is."
+        written = tags.wrapped(thoughts, answer) if tags else answer
+        chat = turns("a", Message("assistant", answer, thoughts if tags else ""), "b")
+        expected = theirs([("user", "a"), ("assistant", written), ("user", "b")])
+        assert template.opening(chat) == expected
+        assert template.following(chat) == expected[-len(template.following(chat)) :]
+    assert (tags is None) == (name == "no tags")
+    if tags is None:
         return
-    assert tags is not None
     begin, end = names or TAGS
-    tokenizer = template._tokenizer
     assert (tags.begin, tags.end, tags.forgets) == (begin, end, forgets)
     assert set(tags.unseen.values()) == ({begin, end} if begin == "[THINK]" else set())
     for question in ("a", f"a{begin}"):
         assert tags.opened(template.opening([Message("user", question)])) == opens
     spelled = "".join(tags.unseen.get(id) or tokenizer.decode([id]) for id in tags.ending)
     assert spelled.strip() == end
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_ids_of_a_chat_with_thoughts_are_those_of_transformers(name: str) -> None:
-    template, theirs = made(name)
-    for thoughts in ("one\nor two", ""):
-        answer = "Yes,\n\nit is."
-        written = template.tags.wrapped(thoughts, answer) if template.tags else answer
-        told = thoughts if template.tags else ""
-        chat = turns("a", Message("assistant", answer, told), "b")
-        expected = theirs([("user", "a"), ("assistant", written), ("user", "b")])
-        assert template.opening(chat) == expected
-        assert template.following(chat) == expected[-len(template.following(chat)) :]
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "no tags"])
-def test_a_tag_in_a_text_is_text(name: str) -> None:
-    """Of an answer with a tag within code, all reaches the model, and no control token with it."""
-    template, _ = made(name)
-    assert template.tags is not None
-    begin, end = template.tags.begin, template.tags.end
-    answer, tokenizer = f"So:\n```\n{begin}x{end}\n```\nIt {end} is.", template._tokenizer
+    answer = f"So:\n```\n{begin}x{end}\n```\nIt {end} is."
     chat = turns(f"a{end}b", Message("assistant", answer, f"first {begin} {end}"), end)
     plain = turns("a", Message("assistant", "b", "c"), "d")
     ids, control = template.opening(chat), set(tokenizer.control.values())

@@ -29,7 +29,6 @@ from minikv.cli.bench import networks as devices
 from minikv.models import checkpoint, weights
 from minikv.models.checkpoint import Checkpoint, read_header
 from minikv.models.config import ModelConfig
-from minikv.models.errors import ModelError
 from minikv.models.linear import bf16_products
 from minikv.models.llama import Llama
 from minikv.models.tensors import tensors_of
@@ -121,7 +120,8 @@ ROWS: list[tuple[str, object, int, str]] = [
 ]
 LENGTHS = [
     # what is wrong, the length that the file claims, a word of the message
-    ("length beyond the file", 10_000, "truncated"),
+    ("length beyond the file", 10_000, "truncated, or not safetensors"),
+    ("length one beyond the file", len(json.dumps(GOOD)) + 17, "truncated, or not safetensors"),
     ("length over the limit", 2**24 + 1, "header"),
     ("length of 2^63", 2**63, "header"),
     ("length zero", 0, "truncated"),
@@ -142,9 +142,10 @@ def test_bad_header(header: object, data: bytes, length: Any, word: str, tmp_pat
 
 
 def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "TENSOR_LIMIT", 9)
     header = {f"t{i}": entry(0, 0, [0]) for i in range(10)}
     path = raw_file(tmp_path / "model.safetensors", header)
+    assert read_header(path).keys() == header.keys()  # the header is all of the file
+    monkeypatch.setattr(checkpoint, "TENSOR_LIMIT", 9)
     refused(lambda: read_header(path), "tensors")
 
 
@@ -189,7 +190,7 @@ def edit_map(folder: Path, change: Callable[[dict[str, str]], dict[str, str]]) -
 
 
 NORM = "model.norm.weight"
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NO_SHARDS = (
     *("../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".hidden.safetensors", ""),
     *("model.bin", "x.safetensors\n", "C:\\x.safetensors", "~/x.safetensors", "\x1b.safetensors"),
@@ -222,6 +223,12 @@ def test_bad_index(text: str, code: int, tmp_path: Path) -> None:
 
 def test_the_index_and_the_shards_must_agree(tmp_path: Path) -> None:
     write(Spec(layout="sharded"), tmp_path)
+    stale = [tmp_path / f"{name}.safetensors" for name in ("model-00009-of-00009", "consolidated")]
+    for path in stale:  # beside the index it is not read
+        save_file({NORM: torch.zeros(48)}, path)
+    assert network_of(tmp_path).norm.abs().sum() > 0
+    for path in stale:
+        path.unlink()
     index = tmp_path / INDEX
     good = index.read_text()
     mapping = json.loads(good)["weight_map"]
@@ -230,41 +237,35 @@ def test_the_index_and_the_shards_must_agree(tmp_path: Path) -> None:
         edit_map(tmp_path, change)
         refused(lambda: Checkpoint.open(tmp_path), code=6)
         index.write_text(good)
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    whole = shards[1].read_bytes()
+    edit_tensors(shards[1], plus(*next(iter(load_file(shards[0]).items()))))
+    refused(lambda: Checkpoint.open(tmp_path), "both", code=6)
+    shards[1].write_bytes(whole)
     (tmp_path / other).unlink()
     refused(lambda: Checkpoint.open(tmp_path), other, code=3)
 
 
-ONES, OTHERS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], "model-00001-of-00003"
+ONES = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+OTHER, *PARTS = (f"{name}.safetensors" for name in ("model-00001-of-00003", "part-a", "part-b"))
+GONE = f"{INDEX} does not fit the files here: it names {ONES[0]}, which are missing, and not "
+MORE = f"it names {ONES[0]} and 1 more, which are missing, and not {PARTS[0]} and 1 more, which are"
+NO_INDEX = f"{ONES[0]} and 1 more hold weights, but {INDEX} is missing"
+BELONGS, COMPLETE = "the index that belongs to these files", "complete the download"
+DELETE = f"if {SINGLE} is the whole model, delete the index"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "words", "hint"),
     [
-        (ONES, ONES[:1], f"{ONES[1]} is missing (1 of 2 shards are)", "complete the download"),
-        (
-            ONES,
-            [f"{OTHERS}.safetensors", ONES[1]],
-            f"{INDEX} does not fit the files here: it names {ONES[0]}, which are missing, and not "
-            f"{OTHERS}.safetensors, which are here",
-            "the index that belongs to these files",
-        ),
-        (
-            ONES,
-            ["part-a.safetensors", "part-b.safetensors"],
-            f"it names {ONES[0]} and 1 more, which are missing, and not part-a.safetensors and 1 "
-            "more, which are here",
-            "the index that belongs to these files",
-        ),
-        (
-            ONES,
-            ["model.safetensors"],
-            "and not model.safetensors, which are here",
-            "if model.safetensors is the whole model, delete the index",
-        ),
+        (ONES, ONES[:1], f"{ONES[1]} is missing (1 of 2 shards are)", COMPLETE),
+        (ONES, [OTHER, ONES[1]], f"{GONE}{OTHER}, which are here", BELONGS),
+        (ONES, PARTS, f"{MORE} here", BELONGS),
+        (ONES, [SINGLE], f"and not {SINGLE}, which are here", DELETE),
         # An adapter, or the original layout beside shards, is not what the index should name.
-        (ONES, ["adapter_model.safetensors"], "2 of 2 shards are", "complete the download"),
-        (ONES, ["consolidated.safetensors"], "2 of 2 shards are", "complete the download"),
-        ([], ONES, f"{ONES[0]} and 1 more hold weights, but {INDEX} is missing", "download it too"),
+        (ONES, ["adapter_model.safetensors"], "2 of 2 shards are", COMPLETE),
+        (ONES, ["consolidated.safetensors"], "2 of 2 shards are", COMPLETE),
+        ([], ONES, NO_INDEX, "download it too"),
     ],
 )
 def test_an_index_that_does_not_fit_the_files(
@@ -278,7 +279,7 @@ def test_an_index_that_does_not_fit_the_files(
         (tmp_path / name).write_bytes(weights)
     error = refused(lambda: Checkpoint.open(tmp_path), words, code=3)
     assert hint in error.hint
-    if "delete the index" in hint:  # the advice can be followed
+    if hint == DELETE:  # the advice can be followed
         (tmp_path / INDEX).unlink()
         network_of(tmp_path)
 
@@ -320,20 +321,6 @@ def test_what_only_looks_like_it_is_refused(name: str, tmp_path: Path) -> None:
     refused(lambda: network_of(tmp_path), "unexpected tensor")
     edit_tensors(path, lambda _: {"rope.freqs": torch.ones(6)})
     refused(lambda: network_of(tmp_path), "no weights")
-
-
-def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
-    write(Spec(layout="sharded"), tmp_path)
-    shards = sorted(tmp_path.glob("model-*.safetensors"))
-    edit_tensors(shards[1], plus(*next(iter(load_file(shards[0]).items()))))
-    refused(lambda: Checkpoint.open(tmp_path), "both", code=6)
-
-
-def test_stale_shards_beside_the_index_are_not_read(tmp_path: Path) -> None:
-    write(Spec(layout="sharded"), tmp_path)
-    for name in ("model-00009-of-00009", "consolidated"):
-        save_file({NORM: torch.zeros(48)}, tmp_path / f"{name}.safetensors")
-    assert network_of(tmp_path).norm.abs().sum() > 0
 
 
 def test_consolidated_files_in_two_parts(tmp_path: Path) -> None:
@@ -460,14 +447,17 @@ def test_other_formats_are_refused_by_name(files: list[str], word: str, tmp_path
 def test_every_pair_of_dtypes_converts_as_torch_does(
     stored: torch.dtype, wanted: torch.dtype | None, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    oracle = write(Spec(bias=True), tmp_path)
+    """And it has the names by which transformers knows it: so a trained network is saved."""
+    oracle = write(Spec(bias=True, mlp_bias=True), tmp_path)
     edit_tensors(tmp_path / "model.safetensors", each(lambda tensor: tensor.to(stored)))
     monkeypatch.setattr(weights, "TAKEN", 1)  # tensors are read in many pieces
     network = network_of(tmp_path, wanted)
     dtype = wanted or stored
     assert network.dtype == dtype
-    for name, tensor in tensors_of(network):
-        assert torch.equal(tensor, oracle.state_dict()[name].to(stored).to(dtype)), name
+    found = dict(tensors_of(network))
+    assert found.keys() == oracle.state_dict().keys()
+    for name, tensor in oracle.state_dict().items():
+        assert torch.equal(found[name], tensor.to(stored).to(dtype)), name
 
 
 def test_the_storage_dtype_is_that_of_most_bytes(tmp_path: Path) -> None:
@@ -489,7 +479,7 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_allocated(
     load_network(checkpoint, config)
 
 
-def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
+def test_free_memory_respects_a_containers_limit(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("700000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 200000\n")
@@ -497,9 +487,7 @@ def test_free_memory_respects_a_containers_limit(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("max\n")
     assert weights._cgroup_free(tmp_path) is None
     assert (weights.free_memory(torch.device("cpu")) or 0) > 2**20
-
-
-def test_free_memory_of_a_gpu_and_of_a_system_without_meminfo(monkeypatch: Any) -> None:
+    # Of a GPU, and of a system without meminfo.
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 << 30, 80 << 30))
     assert weights.free_memory(torch.device("cuda")) == 5 << 30
     monkeypatch.setattr(weights, "_cgroup_free", lambda root: None)
@@ -538,21 +526,15 @@ def test_a_head_beside_a_tied_embedding_is_compared_with_it(
     refused(lambda: network_of(tmp_path), "lm_head.weight")
 
 
-@pytest.mark.parametrize(
-    ("name", "stored", "device", "wants"),
-    [
+def test_what_names_of_dtypes_and_devices_mean() -> None:
+    for name, stored, device, wants in (
         ("auto", torch.float16, "cpu", torch.float32),
         ("auto", torch.float16, "cuda", torch.float16),
         ("auto", torch.bfloat16, "cpu", torch.bfloat16),
         ("auto", torch.float32, "cpu", torch.float32),
         ("float16", torch.bfloat16, "cpu", torch.float16),
-    ],
-)
-def test_what_dtype_auto_means(name: str, stored: Any, device: str, wants: Any) -> None:
-    assert models.dtype_of(name, stored, torch.device(device)) == wants
-
-
-def test_unknown_dtypes_and_devices_are_refused() -> None:
+    ):
+        assert models.dtype_of(name, stored, torch.device(device)) == wants, (name, stored, device)
     refused(lambda: models.dtype_of("int4", torch.float32, torch.device("cpu")), code=3)
     for name in ("tpu", "meta", "mps", "cuda:99", "cuda:x", ""):
         refused(lambda name=name: models._device(name), code=3)
@@ -654,9 +636,8 @@ def test_a_file_that_the_disk_does_not_give_is_one_line(tmp_path: Path) -> None:
     path = stored(tmp_path)
     path.unlink()
     path.symlink_to("/proc/self/mem")
-    with pytest.raises(ModelError, match=r"^model.safetensors cannot be read: Input/output") as one:
-        Checkpoint.open(tmp_path)
-    assert one.value.exit_code == 3
+    error = refused(lambda: Checkpoint.open(tmp_path), code=3)
+    assert str(error).startswith("model.safetensors cannot be read: Input/output")
 
 
 def test_a_disk_that_fails_while_weights_are_read_is_one_line(
@@ -679,10 +660,8 @@ def test_a_disk_that_fails_while_weights_are_read_is_one_line(
     assert reads > 30
     for at in range(1, reads + 1):
         fault = Fault("read", at)
-        with pytest.raises(ModelError, match="cannot be read: Input/output error") as caught:
-            load_network(Checkpoint.open(tmp_path), config)
-        assert caught.value.exit_code == 3
+        loading = lambda: load_network(Checkpoint.open(tmp_path), config)  # noqa: E731
+        refused(loading, "cannot be read: Input/output error", code=3)
     denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     monkeypatch.setattr(Path, "iterdir", Mock(side_effect=denied))
-    with pytest.raises(ModelError, match="cannot be read: Permission denied"):
-        Checkpoint.open(tmp_path)
+    refused(lambda: Checkpoint.open(tmp_path), "cannot be read: Permission denied")

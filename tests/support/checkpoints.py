@@ -161,9 +161,9 @@ def save(model: PreTrainedModel, spec: Spec, folder: Path) -> Path:
     return folder
 
 
-def write(spec: Spec, folder: Path) -> PreTrainedModel:
+def write(spec: Spec, folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """`build` and `save`."""
-    model = build(spec)
+    model = build(spec).to(dtype)
     save(model, spec, folder)
     return model
 

@@ -217,10 +217,9 @@ class FakeKv:
 class FakeEngine:
     """`hook(fed)` may raise in place of a step; `nan_at` is the position whose logits are NaN."""
 
-    def __init__(self, length: int = 12, chunk: int = 4) -> None:
+    def __init__(self, length: int = 12) -> None:
         self.kv = FakeKv()
         self.length = length
-        self.chunk = chunk
         self.nan_at: int | None = None
         self.script: list[int] | None = None
         self.notices: list[str] = []
@@ -245,10 +244,10 @@ class FakeEngine:
     ) -> Tensor:
         before = list(self.fed)
         try:
-            for start in range(0, len(ids), self.chunk):
+            for start in range(0, len(ids), 4):
                 if progress is not None:
                     progress(start, len(ids))
-                self.fed += ids[start : start + self.chunk]
+                self.fed += ids[start : start + 4]
                 self.hook(self.fed)
             logits = self._logits()
         except BaseException:

@@ -80,21 +80,14 @@ def run(
 class Piped:
     """minikv, or `code`, with a pipe for each of its streams. The end of the `with` kills it."""
 
-    def __init__(
-        self,
-        *arguments: str,
-        env: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-        pace: float | None = None,
-        code: str = "",
-    ) -> None:
+    def __init__(self, *arguments: str, pace: float | None = None, code: str = "") -> None:
         with tempfile.TemporaryDirectory() as place:
             paths = [os.path.join(place, name) for name in ("in", "out", "err")]
             for path in paths:
                 os.mkfifo(path)
             held = os.open(paths[0], os.O_RDWR)  # opening the other end does not wait then
             ends = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in paths[1:]]
-            start = Start(arguments, tuple(paths), env, folder, pace=pace, code=code)
+            start = Start(arguments, tuple(paths), pace=pace, code=code)
             self.process = _start(start)
             self.stdin = open(paths[0], "wb", buffering=0)  # noqa: SIM115
             os.close(held)

@@ -475,14 +475,12 @@ def _texts(folder: Path) -> list[Target]:
     history = b"\n# a date\n+a\n+b c\n\n# another\n+\xc3\xa9\n"
     usage = (UsageError,)
 
-    def put(name: str, read: Callable[[Path], object]) -> Callable[[bytes], object]:
-        return _putting(folder / name, lambda: read(folder / name))
-
-    loaded = put("minikv.toml", lambda _: settings.load({}, folder))
-    items = put("niah_1.jsonl", lambda path: list(read_items(path)))
-    typed = put("history", lambda path: list(HistoryFile(path).load_history_strings()))
+    records, typed = folder / "niah_1.jsonl", HistoryFile(folder / "history")
+    loaded = _putting(folder / "minikv.toml", lambda: settings.load({}, folder))
+    items = _putting(records, lambda: list(read_items(records)))
+    lines = _putting(folder / "history", lambda: list(typed.load_history_strings()))
     return [
         Target("minikv.toml", (toml,), loaded, 2, tree=False, refusals=usage),
         Target("records", (_json(asked) + b"\n",), items, lines=True, refusals=usage),
-        Target("history", (history,), typed, 0.3, tree=False, refusals=()),
+        Target("history", (history,), lines, 0.3, tree=False, refusals=()),
     ]

@@ -69,6 +69,7 @@ OTHERS = {
 }
 """Of an operator of Python, those that it becomes."""
 _PLACES = ast.Attribute | ast.Subscript
+_SKIPPED = ast.Assert | ast.Raise | ast.Import | ast.ImportFrom
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _NO_CODE = ("annotation", "returns", "decorator_list", "bases", "args")
 _PAIRS = "minimum maximum, amin amax, argmin argmax, zeros ones, zeros_like ones_like".split(", ")
@@ -97,9 +98,10 @@ class Mutant:
 
 
 def mutants(path: str) -> list[Mutant]:
-    """All of a file, but for lines that no test has to reach."""
+    """All of a file, but for lines with a `pragma: no cover`, and what belongs to them."""
     source = (ROOT / path).read_text()
-    lines, out = source.splitlines(), _not_covered(path)
+    measured = Coverage(data_file=None, config_file=str(ROOT / "pyproject.toml"))
+    lines, out = source.splitlines(), {*measured.analysis2(str(ROOT / path))[2]}
     alike: Counter[tuple[str, str]] = Counter()
     found = []
     for number, (line, change, _) in enumerate(_changes(ast.parse(source))):
@@ -108,12 +110,6 @@ def mutants(path: str) -> list[Mutant]:
             found.append(Mutant(path, text, change, alike[text, change], line, number))
         alike[text, change] += 1
     return found
-
-
-def _not_covered(path: str) -> set[int]:
-    """Lines with a `pragma: no cover`, and what belongs to them."""
-    measured = Coverage(data_file=None, config_file=str(ROOT / "pyproject.toml"))
-    return set(measured.analysis2(str(ROOT / path))[2])
 
 
 def mutated(mutant: Mutant) -> ast.Module:
@@ -155,7 +151,8 @@ def _changes(tree: ast.Module) -> list[Change]:
             within = inside or (name == "body" and isinstance(node, ast.FunctionDef))
             for at, one in enumerate(below) if isinstance(below, list) else ((None, below),):
                 if isinstance(one, ast.stmt):
-                    if _skipped(one):
+                    text = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+                    if text or isinstance(one, _SKIPPED):
                         continue
                     if within:
                         dropped(node, name, at, one)
@@ -204,12 +201,6 @@ def _changes(tree: ast.Module) -> list[Change]:
 
     visit(tree, False)
     return found
-
-
-def _skipped(one: ast.stmt) -> bool:
-    if isinstance(one, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom):
-        return True
-    return isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
 
 
 def _set(node: ast.AST, field: str, new: Any, at: int | None) -> None:

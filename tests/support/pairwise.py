@@ -7,7 +7,7 @@ that can meet do meet finds nearly what the full product finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -42,10 +42,7 @@ def beside(cases: Sequence[Case], *values: Sequence[Hashable]) -> list[tuple[Has
 def some_by_day(cases: Iterable[Any], daily: Callable[[Any], bool]) -> list[Any]:
     """All of `cases`; those that are not `daily` run at night only."""
     return [
-        case if daily(case) else pytest.param(*_values(case), marks=pytest.mark.soak)
+        case if daily(case) else pytest.param(*values, marks=pytest.mark.soak)
         for case in cases
+        for values in [case if isinstance(case, tuple) else (case,)]
     ]
-
-
-def _values(case: Any) -> Collection[Any]:
-    return case if isinstance(case, tuple) else (case,)

@@ -115,11 +115,9 @@ NF4 = (
 FP4 = tuple(sign * x / 12 for sign in (1, -1) for x in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 
 
-def four_bits(
-    table: tuple[float, ...], kind: str, nested: bool, block: int = 32
-) -> Callable[..., Made]:
+def four_bits(table: tuple[float, ...], kind: str, nested: bool) -> Callable[..., Made]:
     def write(rows: int, columns: int, draw: torch.Generator) -> Made:
-        count = rows * columns
+        count, block = rows * columns, 32
         codes = _numbers(draw, 16, count)
         absmax = torch.rand(count // block, generator=draw) * 0.1 + 0.02
         about: dict[str, Any] = {"quant_type": kind, "blocksize": block, "dtype": "bfloat16"}
@@ -233,41 +231,16 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
-def folders(into: Path, form: Form, sizes: Mapping[str, int] = SIZES) -> tuple[Path, Path]:
+def folders(into: Path, form: Form) -> tuple[Path, Path]:
     """A model folder whose layers have this form, and one with the same values as float32."""
-    made = tiny.write(into / "quantised"), tiny.write(into / "plain")
-    config = json.loads((made[0] / "config.json").read_text()) | sizes
-    draw = torch.Generator().manual_seed(7)
-    hidden, mlp, head = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
-    query, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    parts: dict[str, Tensor] = {}
-    values: dict[str, Tensor] = {}
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        values[name] = torch.randn(config["vocab_size"], hidden, generator=draw) * 0.3
-    norms = ["model.norm.weight"]
-    for layer in range(config["num_hidden_layers"]):
-        at = f"model.layers.{layer}"
-        norms += [f"{at}.input_layernorm.weight", f"{at}.post_attention_layernorm.weight"]
-        for name, rows, columns in (
-            *(("self_attn.q_proj", query, hidden), ("self_attn.k_proj", kv, hidden)),
-            *(("self_attn.v_proj", kv, hidden), ("self_attn.o_proj", hidden, query)),
-            *(("mlp.gate_proj", mlp, hidden), ("mlp.up_proj", mlp, hidden)),
-            ("mlp.down_proj", hidden, mlp),
-        ):
-            tensors, value = form.write(rows, columns, draw)
-            parts |= {f"{at}.{name}.{tail}": tensor for tail, tensor in tensors.items()}
-            values[f"{at}.{name}.weight"] = value
-    values |= {name: 1 + torch.randn(hidden, generator=draw) * 0.3 for name in norms}
-    plain = {name: value for name, value in values.items() if "_proj" not in name}
-    save_file({**parts, **plain}, made[0] / "model.safetensors")
-    save_file(values, made[1] / "model.safetensors")
-    (made[1] / "config.json").write_text(json.dumps(config))
-    (made[0] / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
-    return made
-
-
-def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Change the tensors of a folder."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
+    made, plain = (tiny.write(into / name, **SIZES) for name in ("quantised", "plain"))
+    values = load_file(plain / "model.safetensors")
+    parts, draw = dict(values), torch.Generator().manual_seed(7)
+    for name in sorted(name for name in values if "_proj" in name):
+        tensors, values[name] = form.write(*parts.pop(name).shape, draw)
+        parts |= {name.removesuffix("weight") + tail: part for tail, part in tensors.items()}
+    save_file(parts, made / "model.safetensors")
+    save_file(values, plain / "model.safetensors")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    return made, plain

@@ -21,10 +21,8 @@ from minikv.settings import Generation, Settings
 class Served:
     """`with Served(session) as server`: answers at `server.url` with this chat."""
 
-    def __init__(
-        self, session: ChatSession, *, name: str = "m", key: str = "", queue: int = 8
-    ) -> None:
-        self.name, self.key, self.logged = name, key, list[str]()
+    def __init__(self, session: ChatSession, *, name: str = "m", queue: int = 8) -> None:
+        self.name, self.logged = name, list[str]()
         log = self.logged.append
         self.conversations = Conversations(session, Settings(budget="48"), [name], log)
         self._queue = queue
@@ -36,7 +34,7 @@ class Served:
 
     async def _serve(self) -> None:
         self.desk = Desk(self.conversations, self._queue)
-        self.server = Server(self.desk, Generation(max_tokens=12), self.key)
+        self.server = Server(self.desk, Generation(max_tokens=12), "")
         await self.server.serve(sockets=[self._socket])
         self.desk.close()
 
@@ -76,9 +74,9 @@ class Served:
             assert response.status_code == 200
             yield from filter(None, response.iter_lines())
 
-    def raw(self, data: bytes, seconds: float = 20) -> bytes:
+    def raw(self, data: bytes) -> bytes:
         """What comes back for these bytes, until the server closes the connection."""
-        with closing(socket.create_connection(("127.0.0.1", self.port), seconds)) as wire:
+        with closing(socket.create_connection(("127.0.0.1", self.port), 20)) as wire:
             wire.sendall(data)
             return b"".join(iter(lambda: wire.recv(1 << 16), b""))
 

@@ -46,10 +46,10 @@ def chat_over(
     return ChatSession(engine, tokenizer, template, settings, **{"max_context": 4096} | given)
 
 
-def scripted(text: str, *, opens: bool = False, forgets: bool = True) -> ChatSession:
+def scripted(text: str, *, opens: bool = False) -> ChatSession:
     """A chat over a fake whose every answer is this text, with its thoughts."""
     engine = FakeEngine(length=10_000)
-    template = ThinkML(ByteTokenizer(), opens=opens, forgets=forgets)
+    template = ThinkML(ByteTokenizer(), opens=opens)
     engine.script = [0] * len(template.opens) + [*text.encode(), END]
     return chat_over(engine, template.tokenizer, template)
 

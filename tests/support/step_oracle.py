@@ -4,7 +4,6 @@ policy's own `update` and `score`, and `kernels.lowest`."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,27 +18,6 @@ from minikv.policies.hashevict import HashEvict, codes
 from minikv.policies.roco import RoCo
 
 _OWN = ("k", "v", "pos", "code", "k_scale", "v_scale")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenH2O(H2O):
-    """Any number of protected rows, and `given` newest rows of each head [F], whatever the cap."""
-
-    recent: int
-    given: Tensor = field(compare=False)
-
-    def quota(self, cap: Tensor) -> Tensor:
-        return self.given
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenRoCo(RoCo):
-    """`given` rows of each head [F] may leave, whatever the cap."""
-
-    given: Tensor = field(compare=False)
-
-    def quota(self, cap: Tensor) -> Tensor:
-        return self.given
 
 
 def _view(
@@ -83,20 +61,24 @@ def end_of_step(
     lowest(policy.worth(view), view.pos, start, over, free)
 
 
-def h2o_step(
-    logits: Tensor, lse: Tensor, rows: Rows, free: Tensor, columns: Sequence[Tensor], quota: Tensor
-) -> None:
-    given = quota.flatten()
-    policy = GivenH2O(recent_share=0.5, sinks=rows.sinks, recent=rows.recent, given=given)
-    end_of_step(policy, logits, lse, rows, free, columns)
+def _step(kind: type[StepPolicy], **options: Any) -> Callable[..., None]:
+    """The end of a step under this policy, with any number of protected rows, and with `quota` in
+    place of the one for the cap: h2o's newest rows of each head, roco's that may leave."""
 
+    def step(
+        logits: Tensor,
+        lse: Tensor,
+        rows: Rows,
+        free: Tensor,
+        columns: Sequence[Tensor],
+        quota: Tensor,
+    ) -> None:
+        given = type("Given", (kind,), {"quota": lambda self, cap: quota.flatten()})
+        policy = given(sinks=rows.sinks, **options)
+        object.__setattr__(policy, "recent", rows.recent)
+        end_of_step(policy, logits, lse, rows, free, columns)
 
-def roco_step(
-    logits: Tensor, lse: Tensor, rows: Rows, free: Tensor, columns: Sequence[Tensor], quota: Tensor
-) -> None:
-    options: Any = {"scope": 0.3, "scope_prompt": 0.1, "pool": 1, "lead": 1.0}
-    policy = GivenRoCo(sinks=rows.sinks, recent=rows.recent, given=quota.flatten(), **options)
-    end_of_step(policy, logits, lse, rows, free, columns)
+    return step
 
 
 def hash_append(rule: HashRule, new: NewRow) -> bool:
@@ -124,5 +106,8 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
     return True
 
 
-EVICT: Mapping[str, Callable[..., None]] = {"h2o": h2o_step, "roco": roco_step}
+EVICT: Mapping[str, Callable[..., None]] = {
+    "h2o": _step(H2O, recent_share=0.5),
+    "roco": _step(RoCo, scope=0.3, scope_prompt=0.1, pool=1, lead=1.0),
+}
 APPEND_EVICT: Mapping[str, Callable[..., bool]] = {"hashevict": hash_append}

@@ -42,15 +42,6 @@ class Terminals:
         before, self.at = self.at, found + len(text)
         return self.seen[before : self.at]
 
-    def more(self, characters: int) -> None:
-        """Read on until at least this many new characters have come."""
-        wanted = self.at + characters
-        while len(self.seen) < wanted:
-            data = os.read(self.fd, 4096)
-            assert data
-            self.seen += data.decode("utf-8", "replace")
-        self.at = len(self.seen)
-
     def type(self, text: str) -> None:
         os.write(self.fd, text.encode())
 

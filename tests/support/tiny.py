@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -31,8 +32,8 @@ CONFIG = {
 }
 
 
-def write(folder: Path, seed: int = 0) -> Path:
-    """Write the model's files; another `seed` is another model."""
+def write(folder: Path, seed: int = 0, **sizes: int) -> Path:
+    """Write the model's files; another `seed` is another model. sizes: other than in `CONFIG`."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {piece: id for id, piece in enumerate([*CONTROL, *alphabet])}
@@ -44,35 +45,37 @@ def write(folder: Path, seed: int = 0) -> Path:
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     special = {"bos_token": CONTROL[0], "eos_token": CONTROL[1]}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": len(vocab)}))
-    save_file(_weights(vocab, seed), str(folder / "model.safetensors"))
+    config = CONFIG | {"vocab_size": len(vocab)} | sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(_weights(config, vocab, seed), str(folder / "model.safetensors"))
     return folder
 
 
-def _weights(vocab: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
+def _weights(config: dict[str, Any], vocab: dict[str, int], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
+    hidden, mlp, head_dim = (config[k] for k in ("hidden_size", "intermediate_size", "head_dim"))
+    query, kv = (head_dim * config[f"num_{of}_heads"] for of in ("attention", "key_value"))
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator) * 0.3
 
     weights = {
-        "model.embed_tokens.weight": random(len(vocab), HIDDEN),
-        "model.norm.weight": 1 + random(HIDDEN),
+        "model.embed_tokens.weight": random(len(vocab), hidden),
+        "model.norm.weight": 1 + random(hidden),
     }
-    for layer in range(LAYERS):
+    for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}."
-        for name, rows in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            matrix = weights[f"{at}self_attn.{name}_proj.weight"] = random(rows * HEAD, HIDDEN)
-            if name == "q":  # the first KV head's queries see less, and that more sharply: with
-                matrix[: HEADS // KV_HEADS * HEAD] *= 6  # much more, rounding chooses what stays
         for name, *size in (
-            *(("self_attn.o", HIDDEN, HEADS * HEAD), ("mlp.gate", MLP, HIDDEN)),
-            *(("mlp.up", MLP, HIDDEN), ("mlp.down", HIDDEN, MLP)),
+            *(("self_attn.q", query, hidden), ("self_attn.k", kv, hidden)),
+            *(("self_attn.v", kv, hidden), ("self_attn.o", hidden, query)),
+            *(("mlp.gate", mlp, hidden), ("mlp.up", mlp, hidden), ("mlp.down", hidden, mlp)),
         ):
-            weights[f"{at}{name}_proj.weight"] = random(*size)
+            matrix = weights[f"{at}{name}_proj.weight"] = random(*size)
+            if name == "self_attn.q":  # the first KV head's queries see less, and more sharply:
+                matrix[: query // kv * head_dim] *= 6  # if much more, rounding chooses what stays
         for name in ("input", "post_attention"):
-            weights[f"{at}{name}_layernorm.weight"] = 1 + random(HIDDEN)
-    head = torch.zeros(len(vocab), HIDDEN)  # logits of 0, which the best of 26 others beats
+            weights[f"{at}{name}_layernorm.weight"] = 1 + random(hidden)
+    head = torch.zeros(len(vocab), hidden)  # logits of 0, which the best of 26 others beats
     letters = [vocab[letter] for letter in "abcdefghijklmnopqrstuvwxyz"]
-    head[letters] = random(26, HIDDEN)
+    head[letters] = random(26, hidden)
     return {**weights, "lm_head.weight": head}

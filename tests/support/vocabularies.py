@@ -40,6 +40,7 @@ REAL = (
 """All seven that mistral_common ships."""
 _MARKS = "begin_of_text end_of_text start_header_id end_header_id eot_id eom_id python_tag"
 LLAMA_3 = tuple(f"<|{name}|>" for name in _MARKS.split())
+NEMO = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 FORMATS = "llama-2 llama-3 mistral-v1 mistral-v3 mistral-v7 chatml zephyr plain".split()
 """Names of built-in chat formats."""
@@ -132,16 +133,16 @@ def tekken(ranks: int = 2000, version: str = "v3", listed: tuple[str, ...] = ())
 
 
 @cache
-def _tekken(version: str) -> tuple[str, list[bytes]]:
-    data = json.loads(vendor_file(version).read_text("utf-8"))
+def _tekken() -> tuple[str, list[bytes]]:
+    data = json.loads(vendor_file(TEKKEN).read_text("utf-8"))
     count = data["config"]["default_vocab_size"] - TEKKEN_SPECIALS
     ranks = [base64.b64decode(entry["token_bytes"]) for entry in data["vocab"][:count]]
     return data["config"]["pattern"], ranks
 
 
 @cache
-def _byte_level(specials: tuple[str, ...], entries: int, count: int, version: str = TEKKEN) -> str:
-    pattern, ranks = _tekken(version)
+def _byte_level(specials: tuple[str, ...], entries: int, count: int) -> str:
+    pattern, ranks = _tekken()
     ranks = ranks[:entries]
     order = {token: rank for rank, token in enumerate(ranks)}
     letters = {byte: char for char, byte in byte_level_alphabet().items()}
@@ -179,13 +180,6 @@ def byte_level_json(
 ) -> dict[str, Any]:
     """Byte-level BPE of the first tekken ranks, `count` special tokens first."""
     found: dict[str, Any] = json.loads(_byte_level(specials, entries, count))
-    return found
-
-
-def tekken_json(version: str = TEKKEN) -> dict[str, Any]:
-    """All of tekken, with the ids that the vendor gives."""
-    names = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
-    found: dict[str, Any] = json.loads(_byte_level(names, 1 << 20, TEKKEN_SPECIALS, version))
     return found
 
 
