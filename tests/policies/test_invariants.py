@@ -28,7 +28,7 @@ from small import (
     spell,
 )
 from torch import Tensor
-from views import build, kept, read, rule, view, write
+from views import asked, build, kept, read, rule, view, write
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -191,6 +191,9 @@ def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     assert policy.free(pos, 10, torch.tensor([[1], [2]])).tolist() == free
     few = policy.free(pos, 10, torch.tensor([[0], [3]]))
     assert few.tolist() == [[False] * 4, [True, True, True, False]]
+    streaming = rule("streaming", {"sinks": 4})  # where two leave, sinks may; row 4 is none
+    two = asked(streaming, 6, torch.arange(5)[None], {}, count=2)
+    assert streaming.worth(two).tolist() == [[0.0, -1.0, -2.0, -3.0, 4.0]]
 
 
 def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:

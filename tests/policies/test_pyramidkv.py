@@ -54,6 +54,8 @@ def test_the_exact_line(given: tuple[int, ...], rows: list[int]) -> None:
         ("official", "exact", 20, (3, 48, 68, 0, 8), [68, 48, 28]),
         ("official", "exact", 20, (3, 48, 49, 0, 8), [49, 48, 47]),
         ("official", "exact", 20, (3, 48, 48, 0, 8), [48, 48, 48]),
+        # The first layer would have 78 beside the window, and 77 is room for.
+        ("official", "exact", 20, (3, 48, 85, 0, 8), [85, 48, 11]),
         # kvpress counts the window on the line: from 2 * 40 - 40 / 4 to 40 / 4; even where the
         # last layer would have less than the window.
         ("kvpress", "exact", 4, (3, 40, 4096, 1, 10), [70, 40, 10]),
