@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refused
 from small import engine, ids, network
 from views import build, kept, view
 
 from minikv import policies
-from minikv.errors import UsageError
 from minikv.policies.parts import GlobalBudget
 
 
@@ -21,19 +21,17 @@ def test_a_prompt_below_the_budget_keeps_everything_whatever_is_observed() -> No
 
 @pytest.mark.parametrize("part", ["ada", "kvcrush", "draw", "critical"])
 def test_nothing_shares_among_heads_beside_it(part: str) -> None:
-    with pytest.raises(UsageError, match=f"leaves {part} nothing to share") as refused:
-        policies.find(f"snapkv+global+{part}")
-    assert refused.value.exit_code == 2
-    with pytest.raises(UsageError, match="global and pyramid answer the same question"):
-        policies.find("snapkv+global+pyramid")
+    error = refused(f"leaves {part} nothing to share", policies.find, f"snapkv+global+{part}")
+    assert error.exit_code == 2
+    same = "global and pyramid answer the same question"
+    refused(same, policies.find, "snapkv+global+pyramid")
 
 
 def test_it_is_named_and_described() -> None:
     info = policies.find("l2+global+turns")
     assert info.shape == "one for all layers and heads"
     assert isinstance(build(info.name).layers, GlobalBudget)
-    with pytest.raises(UsageError, match="leaves no layer whole"):
-        build("l2+global", {"skip": 2})
+    refused("leaves no layer whole", build, "l2+global", {"skip": 2})
 
 
 def test_the_ends_of_turns_leave_after_all_others() -> None:
