@@ -1,9 +1,5 @@
 """Which rows stay, how many each head keeps, and moving them, in Triton, as in torch, to the bit,
-in guarded memory.
-
-Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
-a CUDA device, they also run on it (marker `gpu`).
-"""
+in guarded memory."""
 
 from __future__ import annotations
 

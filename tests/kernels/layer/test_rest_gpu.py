@@ -1,9 +1,5 @@
 """The rest of a layer in four launches, in Triton, against the separate calls, on odd sizes, in
-NaN-guarded memory; and the network that takes it.
-
-Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
-a CUDA device, they also run on it (marker `gpu`).
-"""
+NaN-guarded memory; and the network that takes it."""
 
 from __future__ import annotations
 
