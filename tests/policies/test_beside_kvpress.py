@@ -205,13 +205,7 @@ PAIRS = {
         {**_NONE, "block": 128},
     ),
     "KVzipPress": Pair(
-        "kvzip",
-        _kvzip,
-        _KVZIP,
-        together=True,
-        more=_LESS,
-        why=_NEWEST,
-        righted=_with_newest,
+        "kvzip", _kvzip, _KVZIP, together=True, more=_LESS, why=_NEWEST, righted=_with_newest
     ),
     "KVzipPress, plus": Pair(
         "kvzip+",

@@ -194,19 +194,23 @@ def test_pyramid_budgets(name: str, tensors: dict[str, Tensor]) -> None:
         assert max(line) <= max(tokens, budget)
 
 
-@pytest.mark.parametrize("name", of("nacl") + like("h2o_prefill"))
-def test_attention_summed_over_queries(name: str, tensors: dict[str, Tensor]) -> None:
-    """NaCl without its draw, and H2O."""
+@pytest.mark.parametrize("name", [*of("nacl"), *like("h2o_prefill"), "l2_one_shot"])
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_what_a_prompt_keeps(kernels: str, name: str, tensors: dict[str, Tensor]) -> None:
+    """By attention summed over queries: NaCl without its draw, and H2O; and by the keys' norm."""
     params, data = opened(name, tensors)
     heads, size, key = params.get("Hk", params.get("H")), params["d"], data["k"].transpose(0, 1)
+    query = data["q"].transpose(0, 1) if "q" in data else torch.zeros(params["N"], heads, size)
     if CASES[name]["policy"] == "nacl":
         given = {"proxies": params["proxies"], "sinks": params["sinks"], "random": 0.0}
-        query = torch.zeros(params["N"], heads, size)
         query[-params["proxies"] :] = data["q_proxy"].transpose(0, 1)
         policy = build("nacl", given)
+    elif name == "l2_one_shot":
+        query, policy = torch.randn_like(key), build("l2", {"sinks": 0, "recent": 0})
     else:
-        query, policy = data["q"].transpose(0, 1), build("h2o", {"window": params["W"]})
-    kv = one_layer(heads, params["G"], size, policy, None, params["B"])
+        policy = build("h2o", {"window": params["W"]})
+    group = params.get("G", 1)
+    kv = one_layer(heads, group, size, policy, None, params["B"], kernels=kernels)
     want = ragged(data["expected_kept"], data["expected_kept_len"])
     assert feed(kv, query, key) == want
 
@@ -321,16 +325,6 @@ def test_hashevict_ties(tensors: dict[str, Tensor]) -> None:
                     assert slots[h][mine] == victim
             slots[h][int(data["victim_slots"][i, h])] = at
     assert single > 10
-
-
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_l2(kernels: str, tensors: dict[str, Tensor]) -> None:
-    params, data = opened("l2_one_shot", tensors)
-    policy = build("l2", {"sinks": 0, "recent": 0})
-    kv = one_layer(params["Hk"], 1, params["d"], policy, None, params["B"], kernels=kernels)
-    key = data["k"].transpose(0, 1)
-    want = ragged(data["expected_kept"], data["expected_kept_len"])
-    assert feed(kv, torch.randn_like(key), key) == want
 
 
 def kvpress(name: str) -> tuple[str, dict[str, object]]:

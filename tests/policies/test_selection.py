@@ -245,7 +245,8 @@ SETTINGS = st.fixed_dictionaries(
     {
         "ratio": RATIOS,
         "by_score": RATIOS,
-        "random": RATIOS,
+        "random": st.sampled_from([0.0, 0.25, 0.5, 0.35, 0.123456789, 1.0, 1.0, 1.0]),
+        "temperature": st.sampled_from([1.0, 0.05, 1e6]),
         "seed": st.integers(0, 3),
         "anchor": st.sampled_from(
             ["mean"] * 5 + ["inv_mean", "alternate", "random", "zeros", "ones"]

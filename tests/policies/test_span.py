@@ -56,8 +56,7 @@ def test_global_span_by_hand() -> None:
     given[0, :, 0] = torch.tensor([[0.4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
     given[0, :, 1] = torch.tensor([[0.0, 0.0, 0.1, 0.0], [0.4, 0.0, 0.0, 0.0]])
     seen = replace(
-        looked(given, output=torch.tensor([[[[1.0]], [[7.0]]]])),
-        lengths=torch.tensor([1.0, 2.0]),
+        looked(given, output=torch.tensor([[[[1.0]], [[7.0]]]])), lengths=torch.tensor([1.0, 2.0])
     )
     found = scores("global-span", seen, window=2, sinks=0, recent=0, decay=0.5)[0]
     torch.testing.assert_close(found, torch.tensor([2.0, 1.0, 0.5, 0.25]))
