@@ -336,13 +336,9 @@ def kvpress(name: str) -> tuple[str, dict[str, object]]:
     observed: dict[str, object] = {"average": True, "recent_share": 0.0}
     free: dict[str, object] = {"sinks": 0, "recent": 0}
     if kind.startswith("expected"):
-        return "expected", {
-            "sinks": params["n_sink"],
-            "recent": 0,
-            "future": params["n_future_positions"],
-            "covariance": params["use_covariance"],
-            "value_norm": params["use_vnorm"],
-        }
+        theirs = {"sinks": "n_sink", "future": "n_future_positions"}
+        theirs |= {"covariance": "use_covariance", "value_norm": "use_vnorm"}
+        return "expected", {"recent": 0} | {name: params[of] for name, of in theirs.items()}
     if kind.startswith("adakv_floor"):
         floor = {"alloc": "floor", "alpha": params["alpha"]}
         if "snapkv" in kind:

@@ -17,7 +17,7 @@ from tensors import guarded, segments, torch_threads, untouched
 from torch import Tensor
 from triton_device import close
 
-from minikv.kernels import Rows, lowest
+from minikv.kernels import Rows
 from minikv.kernels.evict import cpu as native
 from minikv.kernels.evict.cpu import evict
 
@@ -257,13 +257,6 @@ def test_the_lowest_score_leaves(form: Form, shape: tuple[int, int]) -> None:
     for seed in range(4 if form.by == "triton" else 40):
         case = scored(shape, seed)
         assert torch.equal(outcome(form, case, form.place, **more), leaving(case)), seed
-
-
-def test_the_lowest_score_by_hand() -> None:
-    """Two rows have the lowest score; the older of them is the last one."""
-    scores, pos = torch.tensor([[3.0, -1.0, torch.inf, -1.0]]), torch.tensor([[9, 7, -1, 3]])
-    case = Scored(scores, pos, torch.tensor([20]), torch.tensor([True]))
-    assert outcome(lowest, case, guarded).tolist() == [23]
 
 
 @needs_c
