@@ -32,6 +32,12 @@ def mixed(q: Tensor, k: Tensor, v: Tensor, at: Tensor, pos: Tensor, window: int 
     return torch.einsum("hgtn,hnd->hgtd", p, v.double().nan_to_num(0.0)), lse
 
 
+def truth(q: Tensor, k: Tensor, v: Tensor, first: int) -> Pair:
+    """Query i sees the rows below first + i."""
+    at, pos = first - 1 + torch.arange(q.shape[2]), torch.arange(k.shape[1])[None]
+    return mixed(q, k, v, at, pos, None)
+
+
 def last(q: Tensor, k: Tensor, v: Tensor, window: int | None = None) -> Pair:
     """Of queries that are those of the last rows."""
     rows, keys = q.shape[2], k.shape[1]

@@ -10,12 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from attended import Pair, last, make, mixed
+from attended import Pair, last, make, mixed, truth
 from forms import Form, each, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import randoms, torch_threads
-from torch import Tensor
 from triton_device import DEVICE, INTERPRETED, close, on_device
 
 from minikv import kernels
@@ -31,12 +30,6 @@ def here(way: native.Prefill, name: str) -> Any:
 WAYS = {"tiles": native.TILES, "bf16": native.BF16, "floats": native.FLOAT}
 ways = pytest.mark.parametrize("way", [here(way, name) for name, way in WAYS.items()])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def truth(q: Tensor, k: Tensor, v: Tensor, first: int) -> Pair:
-    """Query i sees the rows below first + i."""
-    at, pos = first - 1 + torch.arange(q.shape[2]), torch.arange(k.shape[1])[None]
-    return mixed(q, k, v, at, pos, None)
 
 
 def check(found: Pair, want: Pair, dtype: torch.dtype, loose: float | None = None) -> None:

@@ -309,24 +309,22 @@ def test_a_long_text_is_read_by_threads_whatever_the_weights() -> None:
     alike(*found)
 
 
-def four_bits(half: int, mlp: int = 64) -> bool:
-    """Whether C takes matrices of four bits in the layout of `half`."""
-
-    def matrix(rows: int, n: int) -> Matrix:
-        padded = -(-rows // 64) * 64
-        weights = torch.zeros(padded, n // 2, dtype=torch.uint8)
-        scales = torch.zeros(n // 32, padded, 2, dtype=torch.bfloat16)
-        return Matrix(rows, n, weights, scales, None, half)
-
-    norm = torch.ones(64, dtype=torch.bfloat16)
-    matrices = matrix(64, 64), matrix(2 * mlp, 64), matrix(64, mlp)
-    return layers.rest(*matrices, None, norm, norm, 1e-5) is not None
-
-
 def test_matrices_that_it_does_not_take() -> None:
     """float32, rows that lie apart, an MLP that is not whole blocks, and an unknown layout."""
-    assert not four_bits(16) or not four_bits(32)
-    norm = torch.ones(32, dtype=torch.bfloat16)
+    norm, ones = torch.ones(32, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    taken = []
+    for half in (16, 32):
+        packed = [
+            Matrix(
+                *(rows, 64),
+                torch.zeros(rows, 32, dtype=torch.uint8),
+                torch.zeros(2, rows, 2, dtype=torch.bfloat16),
+                *(None, half),
+            )
+            for rows in (64, 128, 64)
+        ]
+        taken.append(layers.rest(*packed, None, ones, ones, 1e-5) is not None)
+    assert not all(taken)
     square, gate_up, down = (
         Matrix(rows, n, torch.zeros(rows, n, dtype=torch.bfloat16))
         for rows, n in ((32, 32), (128, 32), (32, 64))
