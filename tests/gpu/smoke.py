@@ -35,14 +35,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from plain_tree import linked
+import plain_tree
 
-linked()
-if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-    import quick_interpreter
-
-    quick_interpreter.install()
+plain_tree.linked()
+plain_tree.quick()
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import networks

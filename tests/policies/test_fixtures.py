@@ -73,15 +73,6 @@ def one_layer(
     return KVCache(shape, Rules(prompt, step, Budget.parse(budget)), kernels=kernels)  # type: ignore[arg-type]
 
 
-def options(params: dict[str, Any]) -> dict[str, object]:
-    return {
-        "window": params["W"],
-        "kernel": params["kernel"],
-        "pooling": params["pooling"],
-        "group": params["group_reduce"],
-    }
-
-
 def feed(kv: KVCache, query: Tensor, key: Tensor, value: Tensor | None = None) -> list[list[int]]:
     """Read a prompt of rows query [N, H, d], key and value [N, Hk, d] in every layer; the kept
     sets. value: if None, the keys."""
@@ -106,6 +97,7 @@ def follow(kv: KVCache, query: Tensor, key: Tensor, victims: list[list[int]]) ->
         assert [set(rows) for rows in kept(kv)] == held, f"step {step}"
 
 
+SAME = ("kernel", "pooling", "alpha", "normalize", "beta")
 OFFICIAL = {"rounding": "official"}
 WINDOWED: dict[str, dict[str, object]] = {
     "snapkv": {},
@@ -121,8 +113,8 @@ def test_attention_of_the_last_window(name: str, tensors: dict[str, Tensor]) -> 
     """What stays; and the pooled scores themselves, to 2e-4, where the case has them."""
     params, data = opened(name, tensors)
     kind = CASES[name]["policy"]
-    given = options(params) | WINDOWED[kind]
-    given |= {name: params[name] for name in ("alpha", "normalize", "beta") if name in params}
+    names = {"window": "W", "group": "group_reduce"} | {name: name for name in SAME}
+    given = {ours: params[of] for ours, of in names.items() if of in params} | WINDOWED[kind]
     made, scores = build({"pyramid": "pyramidkv"}.get(kind, kind), given), list[Tensor]()
     policy = replace(made, scorer=Spy(made.scorer, lambda view, found: scores.append(found)))
     n, w, layers = params["N"], params["W"], params.get("L", 1)

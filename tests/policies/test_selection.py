@@ -152,7 +152,7 @@ def test_heads(case: tuple[Tensor, Tensor, Tensor, int], alpha: float, slack: in
         want = oracle.adaptive(need, most, total, a, rounding)
         assert ada(alpha, rounding).share(candidates(scores, pos, free), *some).tolist() == want
     even = HeadAllocator().share(candidates(scores, pos, free), *some)
-    assert even.tolist() == oracle.even(mine, total)
+    assert even.tolist() == oracle.share([Fraction(total, len(mine))] * len(mine), most, total)
 
 
 @settings(deadline=None, max_examples=100)

@@ -21,14 +21,15 @@ from minikv import kernels
 from minikv.kernels.attention import cpu as native
 from minikv.kernels.attention import plain as twin
 
-
-def here(way: native.Prefill, name: str) -> Any:
-    lacks = pytest.mark.skipif(INTERPRETED or not way.available(), reason="not here")
-    return pytest.param(way, marks=lacks, id=name)
-
-
 WAYS = {"tiles": native.TILES, "bf16": native.BF16, "floats": native.FLOAT}
-ways = pytest.mark.parametrize("way", [here(way, name) for name, way in WAYS.items()])
+ways = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.skipif(missing, reason="not here"), id=name)
+        for name, way in WAYS.items()
+        for missing in [INTERPRETED or not way.available()]
+    ],
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

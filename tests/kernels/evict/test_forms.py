@@ -6,8 +6,8 @@ import math
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import step_oracle
@@ -201,8 +201,7 @@ SHAPES = [(1, 1), (6, 17), (5, 70), (3, 300)]
 """Heads and rows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(NamedTuple):
     """Arguments of `lowest` but free_slot."""
 
     scores: Tensor
@@ -245,7 +244,7 @@ def leaving(case: Scored) -> Tensor:
 def outcome(lowest: Callable[..., None], case: Scored, place: Place, **more: int) -> Tensor:
     """What a form of `lowest` writes, where 77 was before; its arguments as `place` copies them."""
     free_slot = place(torch.full(case.start.shape, 77))
-    lowest(*map(place, astuple(case)), free_slot, **more)
+    lowest(*map(place, case), free_slot, **more)
     assert untouched(free_slot)
     return free_slot.cpu()
 
@@ -302,9 +301,9 @@ def test_other_strides_and_dtypes_are_refused() -> None:
             evict["h2o"](logits, case.lse, rows, case.quota, case.columns, case.quota)
     good = scored(SHAPES[1], 0)
     for wrong, why in (
-        (replace(good, scores=good.scores[:, :-1]), "a score for every row"),
-        (replace(good, scores=good.scores.double()), "float32 scores"),
-        (replace(good, pos=good.pos.int()), "int64 layouts and positions"),
+        (good._replace(scores=good.scores[:, :-1]), "a score for every row"),
+        (good._replace(scores=good.scores.double()), "float32 scores"),
+        (good._replace(pos=good.pos.int()), "int64 layouts and positions"),
     ):
         with pytest.raises(AssertionError, match=why):
             outcome(native.lowest, wrong, guarded)

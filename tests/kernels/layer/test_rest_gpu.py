@@ -4,7 +4,6 @@ NaN-guarded memory; and the network that takes it."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -35,7 +34,9 @@ def matrix(
     """Random weights as the kernels read them, in guarded memory; and as they are."""
     bias = draw(seed + 50, (outs,), dtype) if biased else None
     plain = Plain(draw(seed, (outs, n), dtype) / n**0.5, bias)
-    made = as_read(kept(plain, form, _room, packing=None))
+    made = as_read(
+        kept(plain, form, lambda shape, dtype: torch.empty(*shape, dtype=dtype), packing=None)
+    )
     assert made is not None
     assert (made.scales is None) == (form == "auto")
     there = {
@@ -43,10 +44,6 @@ def matrix(
         for name, part in (("scales", made.scales), ("bias", made.bias))
     }
     return replace(made, weights=guarded(made.weights), **there), made
-
-
-def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def near(got: Tensor, want: Tensor, form: str) -> None:
