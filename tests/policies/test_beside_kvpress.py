@@ -13,10 +13,12 @@ stays then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -309,21 +311,12 @@ class _Requests:
         return torch.tensor([list(self._chat.tokenizer.encode(text) if ids is None else ids)])
 
 
-@contextmanager
-def _requesting(chat: ChatSession) -> Iterator[None]:
+def _requesting(chat: ChatSession) -> AbstractContextManager[object]:
     """Inside, kvpress' KVzip gets minikv's ids; transformers cannot read the model's tokenizer."""
     from kvpress.presses import kvzip_press
 
-    class Given:
-        @staticmethod
-        def from_pretrained(_: str) -> _Requests:
-            return _Requests(chat)
-
-    before, kvzip_press.AutoTokenizer = kvzip_press.AutoTokenizer, Given
-    try:
-        yield
-    finally:
-        kvzip_press.AutoTokenizer = before
+    given = SimpleNamespace(from_pretrained=lambda _: _Requests(chat))
+    return patch.object(kvzip_press, "AutoTokenizer", given)
 
 
 def _found(keys: Tensor, left: Tensor) -> set[int]:

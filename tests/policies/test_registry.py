@@ -76,13 +76,10 @@ def test_how_a_budget_is_divided_and_a_second_question_answered(
     assert (info.shape, info.second) == (shape, second)
 
 
-def classes() -> list[Any]:
-    """The class of every part and rule."""
-    rules = [method.rule for method in registry.methods() if method.rule is not None]
-    return [*registry.parts(), *rules]
+RULES = [method.rule for method in registry.methods() if method.rule is not None]
 
 
-@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*registry.parts(), *RULES], ids=lambda cls: cls.__name__)
 def test_an_option_has_the_type_that_its_field_declares(cls: type) -> None:
     """And every field of a part is an option; one of a step policy may be a fact of it."""
     deep = [one for one in cls.__mro__ if one.__module__.startswith("minikv")]

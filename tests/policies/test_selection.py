@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import oracle
 import pytest
@@ -17,7 +19,7 @@ from views import build
 from minikv import policies
 from minikv.kernels.evict.plain import best, ensure_least, fill, order_key, share, wanted
 from minikv.policies import adakv, kvcrush, selection
-from minikv.policies.base import Evidence, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView
 from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.outputs import output_norms
 from minikv.policies.parts import Candidates, HeadAllocator
@@ -53,26 +55,15 @@ def free_rows(free: Tensor) -> list[list[int]]:
     return [row.nonzero().flatten().tolist() for row in free]
 
 
-class Anything(Scorer):
-    """Scores that were made elsewhere, and a window."""
-
-    def __init__(self, window: int = 0) -> None:
-        self.window = window
-
-    @property
-    def evidence(self) -> Evidence:
-        return Evidence(window=self.window)
-
-    def score(self, view: PromptView) -> Tensor:
-        raise AssertionError
-
-
 def candidates(scores: Tensor, pos: Tensor, free: Tensor, window: int = 0) -> Candidates:
-    def nothing() -> Tensor:
-        raise AssertionError
+    """Of scores that were made elsewhere; nobody asks for keys or values."""
+    view = PromptView(0, pos.shape[1], pos, 0, None, None, unasked, unasked)
+    scorer: Any = SimpleNamespace(evidence=Evidence(window=window))
+    return Candidates(view, scorer, scores, free)
 
-    view = PromptView(0, pos.shape[1], pos, 0, None, None, nothing, nothing)
-    return Candidates(view, Anything(window), scores, free)
+
+def unasked() -> Tensor:
+    raise AssertionError
 
 
 def ada(

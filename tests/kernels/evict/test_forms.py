@@ -21,7 +21,6 @@ from minikv.kernels import Rows
 from minikv.kernels.evict import cpu as native
 from minikv.kernels.evict.cpu import evict
 
-POLICIES = ["h2o", "roco"]
 Place = Callable[[Tensor], Tensor]
 
 
@@ -158,7 +157,7 @@ def smooth(policy: str, seed: int, most: int = 300) -> Case:
 
 
 every = pytest.mark.parametrize("form", forms("evict", torch_too=False))
-policies = pytest.mark.parametrize("policy", POLICIES)
+policies = pytest.mark.parametrize("policy", ["h2o", "roco"])
 
 
 @every
