@@ -40,14 +40,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from plain_tree import linked
+import plain_tree
 
-linked()
-if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-    import quick_interpreter
-
-    quick_interpreter.install()
+plain_tree.linked()
+plain_tree.quick()
 
 import facts
 
@@ -113,10 +109,8 @@ class Bench:
         self.gpu = self.device.type == "cuda"
         self.rounds, self.steps, self.warm = _FEW if small else (ROUNDS, STEPS, WARM)
         self.sizes = networks.SHAPES["tiny" if small else "llama-3-8b"]
-        head_dim = self.sizes.head_dim
-        self.ops = dispatch.choose(self.device, "auto" if self.gpu else "torch", head_dim, _DTYPE)[
-            0
-        ]
+        kernels = "auto" if self.gpu else "torch"
+        self.ops, _ = dispatch.choose(self.device, kernels, self.sizes.head_dim, _DTYPE)
         self.found: dict[str, Any] = {"facts": {}, "items": {}, "rows": [], "rates": {}}
         if path.exists():
             self.found = json.loads(path.read_text())
@@ -152,13 +146,9 @@ class Bench:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the allocator."""
-        if not self.gpu:
-            return {"allocated": 0, "peak": 0, "reserved": 0}
-        return {
-            "allocated": torch.cuda.memory_allocated(),
-            "peak": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.memory_reserved(),
-        }
+        names = {"allocated": "memory_allocated", "peak": "max_memory_allocated"}
+        names["reserved"] = "memory_reserved"
+        return {key: getattr(torch.cuda, name)() * self.gpu for key, name in names.items()}
 
     def start(
         self,

@@ -35,14 +35,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from plain_tree import linked
+import plain_tree
 
-linked()
-if os.environ.get("TRITON_INTERPRET") == "1":
-    sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-    import quick_interpreter
-
-    quick_interpreter.install()
+plain_tree.linked()
+plain_tree.quick()
 
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.cli.bench import networks
@@ -182,21 +178,15 @@ def chats(
     float32, on the CPU. There also the tokens that the first answer leaves in the cache."""
     import minikv
 
+    how: Any = {"policy": policy, "decode": decode, "budget": 128}
+    how |= {"dtype": dtype, "weights": weights}
     answers: dict[str, list[str]] = {}
     kept: dict[str, list[set[int]]] = {}
     ways = [("graph", device, "auto"), ("steps", device, "auto"), ("torch", device, "torch")]
     if dtype == "float32":
         ways.append(("cpu", "cpu", "torch"))
     for name, where, kernels in ways:
-        chat = minikv.load(
-            policy=policy,
-            decode=decode,
-            budget=128,
-            device=where,
-            dtype=dtype,
-            kernels=kernels,
-            weights=weights,
-        )
+        chat = minikv.load(device=where, kernels=kernels, **how)
         if name == "steps":
             chat.engine._loop = None
         chat.attach(document, name="document")

@@ -128,7 +128,10 @@ def compiled(name: str, arch: int, folder: Path, unaligned: Collection[str] = ()
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    build, tool = KNOWN[name], cuobjdump()
+    build = KNOWN[name]
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.exists():
+        pytest.skip("this Triton brings no cuobjdump")
     names = list(build.signature)
     attrs = {at: value for at, value in build.attrs.items() if names[at[0]] not in unaligned}
     source = ASTSource(build.fn, dict(build.signature), dict(build.constants), attrs)
@@ -155,15 +158,6 @@ def compiled(name: str, arch: int, folder: Path, unaligned: Collection[str] = ()
     return Built(frozenset(found), made.asm["ptx"], made.asm["llir"], widths, *memory)
 
 
-def cuobjdump() -> Path:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        pytest.skip("this Triton brings no cuobjdump")
-    return tool
-
-
 OLD_SINE = {"rotary_table bf16-128": 32}
 """Bytes of stack in which Triton 3.6 reduces large angles. It runs once a step."""
 
@@ -183,17 +177,13 @@ def test_machine_code(name: str, arch: int, tmp_path: Path) -> None:
     if asked.mma:
         assert heads & {"HMMA", "HGMMA"}, "no matrix instruction"
     if asked.kernel == "split" and arch == DEFAULT:
-        every_part_is_written_before_it_is_counted(built.ptx)
-
-
-def every_part_is_written_before_it_is_counted(ptx: str) -> None:
-    """Of attention, the program that arrives last reads what all threads of the others wrote: each
-    program has a barrier between its stores and the counter, which releases and acquires."""
-    before, counter, after = re.split(r"(atom\.\S+)", ptx)
-    assert {"gpu", "acq_rel", "add"} <= set(counter.split("."))
-    assert "bar.sync" in before[before.rindex("st.global") :]
-    assert "ld.global.cg" in after
-    assert "ld.global.b" not in after
+        # Of attention, the program that arrives last reads what all threads of the others wrote:
+        # each has a barrier between its stores and the counter, which releases and acquires.
+        before, counter, after = re.split(r"(atom\.\S+)", built.ptx)
+        assert {"gpu", "acq_rel", "add"} <= set(counter.split("."))
+        assert "bar.sync" in before[before.rindex("st.global") :]
+        assert "ld.global.cg" in after
+        assert "ld.global.b" not in after
 
 
 @pytest.mark.soak

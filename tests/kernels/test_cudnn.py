@@ -4,17 +4,15 @@ tests/gpu/smoke.py has the libraries themselves."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
+from attended import Pair, last, truth
 from torch import Tensor
 
 from minikv.kernels.attention import cudnn
 from minikv.kernels.attention import plain as attention
-
-Pair = tuple[Tensor, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -25,25 +23,18 @@ def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(cudnn, "takes", lambda q: True)
 
 
-def attended(q: Tensor, k: Tensor, v: Tensor, causal: bool, corner: int) -> Pair:
-    """Attention in float64; causal: query i sees rows up to corner + i."""
-    x = q.double() @ k.double()[:, None].transpose(2, 3) / math.sqrt(q.shape[-1])
-    if causal:
-        rows, keys = torch.arange(q.shape[2]), torch.arange(k.shape[1])
-        x = x.masked_fill(keys > corner + rows[:, None], -math.inf)
-    return (x.softmax(-1) @ v.double()[:, None]).to(q.dtype), x.logsumexp(-1).float()
-
-
 @pytest.mark.parametrize("rows", [4, 5, 8, 9, 12, 23])
 @pytest.mark.parametrize("earlier", [0, 3, 4, 16, 29])
 def test_every_query_sees_its_rows(monkeypatch: Any, rows: int, earlier: int) -> None:
     """Behind a recall the rows before a chunk may be any number."""
 
     def block(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pair:
-        return attended(q, k, v, causal, 0)
+        out, lse = truth(q, k, v, 1 if causal else k.shape[1])
+        return out.to(q.dtype), lse.float()
 
     def flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Pair:
-        return attended(q, k, v, causal, k.shape[1] - q.shape[2])
+        out, lse = last(q, k, v) if causal else truth(q, k, v, k.shape[1])
+        return out.to(q.dtype), lse.float()
 
     def join(one: Pair, two: Pair, kind: torch.dtype) -> Pair:
         kinds.append(kind)
@@ -58,9 +49,8 @@ def test_every_query_sees_its_rows(monkeypatch: Any, rows: int, earlier: int) ->
     k, v = torch.randn(2, 2, rows + earlier, 16, generator=made, dtype=torch.float64)
     found = cudnn.last_rows_attention(q, k, v, join)
     assert found is not None
-    mixed, lse = attended(q, k, v, True, earlier)
-    torch.testing.assert_close(found[0], mixed, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1], lse, rtol=1e-5, atol=1e-5)
+    for one, want in zip(found, last(q, k, v), strict=True):
+        torch.testing.assert_close(one.double(), want, rtol=1e-5, atol=1e-5)
     if rows == 8 and kinds:  # one block of queries: rounded once, at the end
         assert kinds == [torch.float32] * (len(kinds) - 1) + [q.dtype]
 

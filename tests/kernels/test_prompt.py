@@ -1,8 +1,4 @@
-"""Whole prompts read with the Triton kernels keep the rows that they keep with torch.
-
-Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
-a CUDA device, they also run on it (marker `gpu`).
-"""
+"""Whole prompts read with the Triton kernels keep the rows that they keep with torch."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import counting
 import torch
 from builds import builds
-from counting import CHUNK, VOCAB, Bench, Case, ids
+from counting import CHUNK, VOCAB, Bench, Case
 from pairwise import some_by_day
+from small import ids
 from stand_in import GPU, StandIn, near
 
 from minikv.cache.kv_cache import KVCache

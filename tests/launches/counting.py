@@ -44,6 +44,7 @@ import stand_in
 import step_oracle
 import stub_driver
 import torch
+from small import ids
 from stand_in import GPU, Counts, near, uncounted
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -234,12 +235,6 @@ def packed(net: Llama, form: str) -> Llama:
             assert isinstance(plain, Plain)
             setattr(layer, name, kept(plain, form, room, packing=None))
     return net
-
-
-def ids(count: int, seed: int) -> list[int]:
-    """Random token ids."""
-    made = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCAB, (count,), generator=made).tolist()
 
 
 def rows(bench: Bench, case: Case) -> dict[str, str]:

@@ -200,8 +200,11 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     name = func.overloadpacket.__name__
     tensors = _tensors((args, list(kwargs.values())))
     known = {id(t.near): t for t in tensors if isinstance(t, StandIn)}
-    if known and len(known) < len(tensors) and name not in _COPYING:
-        _refuse_mixing(name, tensors)
+    # As torch does: a tensor of the CPU goes with those of a GPU only if it is one number, or an
+    # index.
+    here = any(not isinstance(t, StandIn) and t.dim() for t in tensors)
+    if known and here and name not in _COPYING and name not in _INDEXING:
+        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
     device = kwargs.get("device")
     far = bool(known) if device is None else torch.device(device).type == GPU.type
     if name == "copy_":
@@ -227,13 +230,6 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with torch.inference_mode(False):  # torch wants a view to be like what it is of
             return there(out)
     return there(out)
-
-
-def _refuse_mixing(name: str, tensors: Sequence[Tensor]) -> None:
-    """As torch does: a tensor of the CPU goes with those of a GPU only if it is one number, or an
-    index."""
-    if name not in _INDEXING and any(not isinstance(t, StandIn) and t.dim() for t in tensors):
-        raise RuntimeError(f"{name}: expected all tensors to be on the same device")
 
 
 # -- what a CPU computes in another way -------------------------------------------------------

@@ -31,8 +31,7 @@ static int here;
 long stub_launches(const char *name) {
     long found = 0;
     for (Kernel *k = kernels; k != NULL; k = k->next)
-        if (strcmp(k->name, name) == 0)
-            found += k->launches;
+        if (strcmp(k->name, name) == 0) found += k->launches;
     return found;
 }
 
@@ -51,8 +50,7 @@ int cuLaunchKernelEx(const Launch *how, Kernel *kernel, void **arguments, void *
 int cuModuleGetFunction(Kernel **out, void *module, const char *name) {
     (void)module;
     Kernel *made = malloc(sizeof *made);
-    if (made == NULL)
-        return INVALID_VALUE;
+    if (made == NULL) return INVALID_VALUE;
     *made = (Kernel){strdup(name), 0, kernels};
     *out = kernels = made;
     return OK;
@@ -63,33 +61,14 @@ int cuGetErrorString(int error, const char **out) {
     return OK;
 }
 
+/* By attribute: threads of a warp, registers, processors, compute capability, shared memory. */
+static const int FACTS[][2] = {{10, 32}, {12, REGISTERS},     {16, PROCESSORS}, {75, 9},
+                               {76, 0},  {81, SHARED_OF_ALL}, {97, MAX_SHARED}};
+
 int cuDeviceGetAttribute(int *out, int attribute, int device) {
-    (void)device;
-    switch (attribute) {
-    case 10:
-        *out = 32;
-        break; /* threads of a warp */
-    case 12:
-        *out = REGISTERS;
-        break;
-    case 16:
-        *out = PROCESSORS;
-        break;
-    case 75:
-        *out = 9;
-        break; /* compute capability */
-    case 76:
-        *out = 0;
-        break;
-    case 81:
-        *out = SHARED_OF_ALL;
-        break;
-    case 97:
-        *out = MAX_SHARED;
-        break;
-    default:
-        *out = 1000;
-    }
+    (void)device, *out = 1000;
+    for (size_t i = 0; i < sizeof FACTS / sizeof *FACTS; i++)
+        if (FACTS[i][0] == attribute) *out = FACTS[i][1];
     return OK;
 }
 
@@ -109,30 +88,27 @@ int cuPointerGetAttribute(void *out, int attribute, unsigned long long pointer) 
 int cuPointerGetAttributes(
     unsigned count, int *attributes, void **out, unsigned long long pointer
 ) {
-    for (unsigned i = 0; i < count; i++)
-        cuPointerGetAttribute(out[i], attributes[i], pointer);
+    for (unsigned i = 0; i < count; i++) cuPointerGetAttribute(out[i], attributes[i], pointer);
     return OK;
 }
 
 int cuCtxGetCurrent(void **out) { return *out = &here, OK; }
 int cuCtxGetDevice(int *out) { return *out = 0, OK; }
 int cuCtxGetLimit(size_t *out, int limit) { return *out = (size_t)limit * 0, OK; }
-int cuCtxSetCurrent(void *context) { return (void)context, OK; }
-int cuCtxSetLimit(int limit, size_t value) { return (void)limit, (void)value, OK; }
 int cuDeviceGet(int *out, int index) { return *out = index, OK; }
 int cuDeviceGetCount(int *out) { return *out = 1, OK; }
 int cuDevicePrimaryCtxRetain(void **out, int device) { return (void)device, *out = &here, OK; }
 int cuDriverGetVersion(int *out) { return *out = 13000, OK; }
-int cuFuncSetAttribute(void *function, int attribute, int value) {
-    return (void)function, (void)attribute, (void)value, OK;
-}
-int cuFuncSetCacheConfig(void *function, int config) { return (void)function, (void)config, OK; }
-int cuInit(unsigned flags) { return (void)flags, OK; }
 int cuModuleLoadData(void **out, const void *image) { return (void)image, *out = &here, OK; }
-int cuModuleUnload(void *module) { return (void)module, OK; }
-int cuOccupancyMaxActiveClusters(int *out, void *function, const void *how) {
-    return (void)function, (void)how, *out = 1, OK;
-}
+int cuOccupancyMaxActiveClusters(int *out) { return *out = 1, OK; }
 int cuStreamIsCapturing(void *stream, int *out) { return (void)stream, *out = 0, OK; }
+
+/* What they are given does not matter. */
+int cuCtxSetCurrent(void) { return OK; }
+int cuCtxSetLimit(void) { return OK; }
+int cuFuncSetAttribute(void) { return OK; }
+int cuFuncSetCacheConfig(void) { return OK; }
+int cuInit(void) { return OK; }
+int cuModuleUnload(void) { return OK; }
 int cuTensorMapEncodeIm2col(void) { return OK; }
 int cuTensorMapEncodeTiled(void) { return OK; }

@@ -58,10 +58,8 @@ class Launches:
 
     def total(self) -> Counter[str]:
         """Launches so far."""
-        return Counter({name.strip("_"): self._ask(name.encode()) for name in self._names()})
-
-    def _names(self) -> set[str]:
-        return {fn.__name__ for fn in self._built}
+        names = {fn.__name__ for fn in self._built}
+        return Counter({name.strip("_"): self._ask(name.encode()) for name in names})
 
     def forget(self) -> None:
         """As in a new process: no kernel was built. Triton's cache on disk stays."""

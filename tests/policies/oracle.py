@@ -42,11 +42,6 @@ def share(wish: Sequence[Fraction], most: Sequence[int], total: int) -> list[int
     return counts
 
 
-def even(free: list[list[int]], total: int) -> list[int]:
-    """The same for all heads, as far as they have rows."""
-    return share([Fraction(total, len(free))] * len(free), [len(rows) for rows in free], total)
-
-
 def fill(used: Sequence[int], total: int) -> list[int]:
     """Raise the lowest, the first of them, by one until the sum is `total`."""
     caps = list(used)

@@ -13,10 +13,12 @@ stays then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -41,7 +43,7 @@ Kept = list[list[set[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One method in both. make(kvpress, ratio): kvpress'; together: all heads of a layer
+    """One method in both. make(ratio): kvpress'; together: all heads of a layer
     share their rows, so that scores are compared over the layer. more: what has to be added to the
     budget, in rows, so that kvpress' rounding keeps just the budget. eager: kvpress reads the
     attention itself, which only transformers' eager attention yields. chunk: the documents of
@@ -49,7 +51,7 @@ class Pair:
     kvpress would keep, by its own scores, under minikv's rule."""
 
     policy: str
-    make: Callable[[Any, float], Any]
+    make: Callable[[float], Any]
     options: Mapping[str, object] = field(default_factory=dict)
     together: bool = False
     more: float = 0.5
@@ -58,9 +60,9 @@ class Pair:
     why: str = ""
     righted: Callable[[Pressed], Kept] | None = None
 
-    def press(self, kvpress: Any, tokens: int, budget: int) -> Any:
+    def press(self, tokens: int, budget: int) -> Any:
         """kvpress' method that keeps `budget` of so many tokens."""
-        return self.make(kvpress, 1 - (budget + self.more) / tokens)
+        return self.make(1 - (budget + self.more) / tokens)
 
 
 _SNAPKV = {"window": WINDOW, "kernel": 5, "pooling": "avg"}
@@ -68,7 +70,7 @@ _NONE = {"sinks": 0, "recent": 0}
 _ALPHA, _EPSILON, _SINKS = 0.2, 1e-4, 4  # kvpress' defaults
 
 
-def _snapkv(kvpress: Any, ratio: float) -> Any:
+def _snapkv(ratio: float) -> Any:
     return kvpress.SnapKVPress(ratio, window_size=WINDOW, kernel_size=5)
 
 
@@ -114,62 +116,62 @@ def _sets(scores: Tensor, count: int) -> list[set[int]]:
 
 
 _STARTS = 2  # tokens before the document's text: the chat template's, which KVzip does not score
-_KVZIP = {"sinks": _STARTS, "chunk": 2048}
-_NEWEST = (
-    "minikv keeps the newest row of every head. In kvpress it may leave as any other row, and one "
-    "more of the others stays."
-)
-_LESS = -0.01  # KVzip rounds down how many rows leave, over all layers and heads
+_KVZIP: Mapping[str, Any] = {
+    "options": {"sinks": _STARTS, "chunk": 2048},
+    "together": True,
+    "more": -0.01,  # KVzip rounds down how many rows leave, over all layers and heads
+    "why": "minikv keeps the newest row of every head. In kvpress it may leave as any other row, "
+    "and one more of the others stays.",
+    "righted": _with_newest,
+}
+_FLOOR = {"alloc": "floor", "alpha": _ALPHA}
+_CRITICAL = {"by_score": 0.5, "epsilon": _EPSILON}
 
 
-def _kvzip(kvpress: Any, ratio: float, plus: bool = False) -> Any:
+def _kvzip(ratio: float, plus: bool = False) -> Any:
     return kvpress.KVzipPress(ratio, n_sink=_STARTS, chunk_size=2048, kvzip_plus_normalization=plus)
+
+
+def _expected(ratio: float, **more: float) -> Any:
+    return kvpress.ExpectedAttentionPress(ratio, n_sink=_SINKS, **more)
+
+
+def _ada(press: Any, kind: str = "AdaKVPress") -> Any:
+    return getattr(kvpress, kind)(press, alpha_safeguard=_ALPHA)
 
 
 PAIRS = {
     "SnapKVPress": Pair("snapkv", _snapkv, _SNAPKV),
     "AdaKVPress(SnapKVPress)": Pair(
-        "adakv",
-        lambda kvpress, ratio: kvpress.AdaKVPress(_snapkv(kvpress, ratio), alpha_safeguard=_ALPHA),
-        {**_SNAPKV, "alloc": "floor", "alpha": _ALPHA},
-        together=True,
+        "adakv", lambda ratio: _ada(_snapkv(ratio)), {**_SNAPKV, **_FLOOR}, together=True
     ),
     "PyramidKVPress": Pair(
         "pyramidkv",
-        lambda kvpress, ratio: kvpress.PyramidKVPress(
-            ratio, window_size=WINDOW, kernel_size=5, beta=20
-        ),
+        lambda ratio: kvpress.PyramidKVPress(ratio, window_size=WINDOW, kernel_size=5, beta=20),
         {**_SNAPKV, "line": "kvpress", "beta": 20},
         more=0.0,  # it rounds to the nearest
     ),
-    "KeyDiffPress": Pair("keydiff", lambda kvpress, ratio: kvpress.KeyDiffPress(ratio), _NONE),
-    "KnormPress": Pair("l2", lambda kvpress, ratio: kvpress.KnormPress(ratio), _NONE),
-    "ExpectedAttentionPress": Pair(
-        "expected",
-        lambda kvpress, ratio: kvpress.ExpectedAttentionPress(ratio, n_sink=_SINKS),
-        {"sinks": _SINKS, "recent": 0},
-    ),
+    "KeyDiffPress": Pair("keydiff", kvpress.KeyDiffPress, _NONE),
+    "KnormPress": Pair("l2", kvpress.KnormPress, _NONE),
+    "ExpectedAttentionPress": Pair("expected", _expected, {"sinks": _SINKS, "recent": 0}),
     "AdaKVPress(ExpectedAttentionPress)": Pair(
         "ada-expected",
-        lambda kvpress, ratio: kvpress.AdaKVPress(
-            kvpress.ExpectedAttentionPress(ratio, n_sink=_SINKS, epsilon=0.01),
-            alpha_safeguard=_ALPHA,
-        ),
-        {"sinks": _SINKS, "recent": 0, "epsilon": 0.01, "alloc": "floor", "alpha": _ALPHA},
+        lambda ratio: _ada(_expected(ratio, epsilon=0.01)),
+        {"sinks": _SINKS, "recent": 0, "epsilon": 0.01, **_FLOOR},
         together=True,
         why="In kvpress the sinks are a part of the rows that a head is sure of (`alpha` of its "
         "even share). In minikv the sinks are beside these rows.",
         righted=_floor_beside_sinks,
     ),
-    "TOVAPress": Pair("tova", lambda kvpress, ratio: kvpress.TOVAPress(ratio)),
+    "TOVAPress": Pair("tova", kvpress.TOVAPress),
     "StreamingLLMPress": Pair(
         "streaming",
-        lambda kvpress, ratio: kvpress.StreamingLLMPress(ratio, n_sink=_SINKS),
+        lambda ratio: kvpress.StreamingLLMPress(ratio, n_sink=_SINKS),
         {"sinks": _SINKS},
     ),
     "ChunkKVPress(SnapKVPress)": Pair(
         "chunkkv",
-        lambda kvpress, ratio: kvpress.ChunkKVPress(_snapkv(kvpress, ratio), chunk_length=WINDOW),
+        lambda ratio: kvpress.ChunkKVPress(_snapkv(ratio), chunk_length=WINDOW),
         {**_SNAPKV, "chunk": WINDOW},
         together=True,
         chunk=WINDOW,
@@ -179,15 +181,13 @@ PAIRS = {
     ),
     "CriticalKVPress(SnapKVPress)": Pair(
         "snapkv+critical",
-        lambda kvpress, ratio: kvpress.CriticalKVPress(_snapkv(kvpress, ratio)),
-        {**_SNAPKV, "by_score": 0.5, "epsilon": _EPSILON},
+        lambda ratio: kvpress.CriticalKVPress(_snapkv(ratio)),
+        {**_SNAPKV, **_CRITICAL},
     ),
     "CriticalAdaKVPress(SnapKVPress)": Pair(
         "adakv+critical",
-        lambda kvpress, ratio: kvpress.CriticalAdaKVPress(
-            _snapkv(kvpress, ratio), alpha_safeguard=_ALPHA
-        ),
-        {**_SNAPKV, "alloc": "floor", "alpha": _ALPHA, "by_score": 0.5, "epsilon": _EPSILON},
+        lambda ratio: _ada(_snapkv(ratio), "CriticalAdaKVPress"),
+        {**_SNAPKV, **_FLOOR, **_CRITICAL},
         together=True,
         why="In kvpress the rows that a head is sure of (`alpha` of its even share) are chosen by "
         "score alone, even where they are more than half of its rows (`by_score`).",
@@ -195,33 +195,17 @@ PAIRS = {
     ),
     "ObservedAttentionPress": Pair(
         "h2o",
-        lambda kvpress, ratio: kvpress.ObservedAttentionPress(ratio),
+        kvpress.ObservedAttentionPress,
         {"average": True, "recent_share": 0.0, "sinks": 0},
         eager=True,
     ),
     "BlockPress(KeyDiffPress)": Pair(
         "keydiff",
-        lambda kvpress, ratio: kvpress.BlockPress(kvpress.KeyDiffPress(ratio), block_size=128),
+        lambda ratio: kvpress.BlockPress(kvpress.KeyDiffPress(ratio), block_size=128),
         {**_NONE, "block": 128},
     ),
-    "KVzipPress": Pair(
-        "kvzip",
-        _kvzip,
-        _KVZIP,
-        together=True,
-        more=_LESS,
-        why=_NEWEST,
-        righted=_with_newest,
-    ),
-    "KVzipPress, plus": Pair(
-        "kvzip+",
-        lambda kvpress, ratio: _kvzip(kvpress, ratio, plus=True),
-        _KVZIP,
-        together=True,
-        more=_LESS,
-        why=_NEWEST,
-        righted=_with_newest,
-    ),
+    "KVzipPress": Pair("kvzip", _kvzip, **_KVZIP),
+    "KVzipPress, plus": Pair("kvzip+", lambda ratio: _kvzip(ratio, plus=True), **_KVZIP),
 }
 
 
@@ -327,21 +311,12 @@ class _Requests:
         return torch.tensor([list(self._chat.tokenizer.encode(text) if ids is None else ids)])
 
 
-@contextmanager
-def _requesting(chat: ChatSession) -> Iterator[None]:
+def _requesting(chat: ChatSession) -> AbstractContextManager[object]:
     """Inside, kvpress' KVzip gets minikv's ids; transformers cannot read the model's tokenizer."""
     from kvpress.presses import kvzip_press
 
-    class Given:
-        @staticmethod
-        def from_pretrained(_: str) -> _Requests:
-            return _Requests(chat)
-
-    before, kvzip_press.AutoTokenizer = kvzip_press.AutoTokenizer, Given
-    try:
-        yield
-    finally:
-        kvzip_press.AutoTokenizer = before
+    given = SimpleNamespace(from_pretrained=lambda _: _Requests(chat))
+    return patch.object(kvzip_press, "AutoTokenizer", given)
 
 
 def _found(keys: Tensor, left: Tensor) -> set[int]:
@@ -430,8 +405,7 @@ def parts(chat: Any) -> Any:
 def found(models: Any, chat: Any, name: str, budget: int, ids: Any) -> Any:
     """(what minikv kept, what kvpress kept, how they agree)."""
     pair = PAIRS[name]
-    press = pair.press(kvpress, len(ids), budget)
-    theirs = pressed(models[pair.eager], press, ids, chat)
+    theirs = pressed(models[pair.eager], pair.press(len(ids), budget), ids, chat)
     mine = ours(chat, pair, budget, ids)
     return mine, theirs, compared(pair, mine, theirs)
 

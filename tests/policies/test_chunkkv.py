@@ -15,17 +15,12 @@ def test_chunks_by_hand() -> None:
     do not count, and a head without free rows in a chunk adds nothing."""
     scores = torch.tensor([[1.0, 2.0, 3.0, 4.0, 6.0, 99.0], [0.0, 0.0, 1.0, 1.0, 50.0, 50.0]])
     free = torch.tensor([[1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 0, 0]]).bool()
-    pos = torch.arange(6).expand(2, 6)
-    found = chunk_means(scores, pos, free, 2, 6)
+    found = chunk_means(scores, torch.arange(6).expand(2, 6), free, 2, 6)
     assert found.tolist() == [[1.5, 1.5, 4.5, 4.5, 6.0, 6.0]] * 2
-
-
-def test_chunks_are_counted_by_position() -> None:
-    """Of earlier turns only some rows are left, and in any order."""
+    # Of earlier turns only some rows are left, in any order: chunks are counted by position.
     pos = torch.tensor([[13, 1, 12, -1, 0]])
     found = chunk_means(torch.tensor([[5.0, 1.0, 7.0, 99.0, 3.0]]), pos, pos >= 0, 4, 14)
-    assert found[0, [0, 2]].tolist() == [6.0, 6.0]
-    assert found[0, [1, 4]].tolist() == [2.0, 2.0]
+    assert found[0, [0, 1, 2, 4]].tolist() == [6.0, 2.0, 6.0, 2.0]
 
 
 def test_all_heads_keep_the_same_chunks_and_the_youngest_of_one_more() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -81,19 +79,25 @@ def test_the_release_takes_most_of_the_attention_first() -> None:
     assert set(sure[0].topk(3).indices.tolist()) == {0, 1, 3}
 
 
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_rows_of_later_turns_are_pooled_by_position(sinks: int) -> None:
-    """The same rows in another order, with padding between, have the same scores."""
+@pytest.mark.parametrize(
+    ("values", "kernel", "sinks"), [("none", 3, 0), ("none", 3, 2), ("heads", 1, 0)]
+)
+def test_rows_of_later_turns_have_the_same_scores(values: str, kernel: int, sinks: int) -> None:
+    """The same rows in another order, with padding behind, which counts for no head, whatever it
+    holds; without sinks position 0 is free. They are pooled by position."""
     generator = torch.Generator().manual_seed(1)
     given = torch.rand(2, 2, 4, 12, generator=generator)
-    made = build("defensive", {"window": 2, "kernel": 3, "values": "none", "sinks": sinks})
-    want = made.scorer.score(looked(given))
+    value = torch.rand(2, 12, 3, generator=generator)
+    output = torch.rand(2, 2, 3, 5, generator=generator)
+    made = build("defensive", {"window": 2, "kernel": kernel, "values": values, "sinks": sinks})
+    want = made.scorer.score(looked(given, value, output=output))
     order = torch.randperm(12, generator=generator)
-    padded = torch.cat((given[..., order], torch.zeros(2, 2, 4, 1)), -1)
-    pos = torch.cat((order, torch.tensor([-1]))).expand(2, 13)
-    found = made.scorer.score(replace(looked(padded, pos=pos), position=12))
-    torch.testing.assert_close(found[:, :-1], want[:, order])
-    assert bool((found[:, -1] == -torch.inf).all())
+    padded = torch.cat((given[..., order], torch.zeros(2, 2, 4, 3)), -1)
+    rows = torch.cat((value[:, order], torch.full((2, 3, 3), 9.0)), 1)
+    pos = torch.cat((order, torch.full((3,), -1))).expand(2, 15)
+    found = made.scorer.score(looked(padded, rows, pos=pos, output=output))
+    torch.testing.assert_close(found[:, :12], want[:, order])
+    assert bool((found[:, 12:] == -torch.inf).all())
 
 
 def test_heads_weighs_by_the_share_of_all_heads() -> None:
@@ -103,21 +107,6 @@ def test_heads_weighs_by_the_share_of_all_heads() -> None:
     output = torch.ones(2, 1, 1, 1)
     found = scores(given, value, output, values="heads")
     torch.testing.assert_close(found[:, :2], 0.25 * torch.tensor([[0.25, 0.5], [0.75, 0.5]]))
-
-
-def test_padding_counts_for_no_head() -> None:
-    """`values=heads` without sinks: position 0 is free, and padding is not there."""
-    generator = torch.Generator().manual_seed(2)
-    given = torch.rand(2, 2, 4, 12, generator=generator)
-    value = torch.rand(2, 12, 3, generator=generator)
-    output = torch.rand(2, 2, 3, 5, generator=generator)
-    made = build("defensive", {"window": 2, "kernel": 1, "values": "heads", "sinks": 0})
-    want = made.scorer.score(looked(given, value, output=output))
-    padded = torch.cat((given, torch.zeros(2, 2, 4, 3)), -1)
-    rows = torch.cat((value, torch.full((2, 3, 3), 9.0)), 1)
-    pos = torch.cat((torch.arange(12), torch.full((3,), -1))).expand(2, 15)
-    found = made.scorer.score(looked(padded, rows, pos=pos, output=output))
-    torch.testing.assert_close(found[:, :12], want)
 
 
 @pytest.mark.parametrize("numbers", [1, 30, 10**9])

@@ -9,15 +9,6 @@ from views import build, looked
 from minikv.policies.dropkv import output_changes
 
 
-def test_two_rows_by_hand() -> None:
-    """p = (1/4, 3/4) over values 0 and 4: the output is 3. Without the first it is 4, without the
-    second 0: changes of 1 and 9, squared."""
-    found = output_changes(
-        torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[0.0], [4.0]]]), 1e-12, 1
-    )
-    torch.testing.assert_close(found, torch.tensor([[[1.0, 9.0]]]))
-
-
 @pytest.mark.parametrize("sharp", [2.0, 8.0, 16.0])
 def test_it_is_the_change_of_a_softmax_that_is_shared_out_anew(sharp: float) -> None:
     """Also where one row has all but a millionth of the attention."""

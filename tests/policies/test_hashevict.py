@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
-from views import rule
 
 from minikv import policies
 from minikv.policies.hashevict import HashEvict, distances
@@ -23,24 +24,23 @@ def test_distances_are_added_over_all_probes(bits: int) -> None:
     assert found.tolist() == differ.tolist()
 
 
-@pytest.mark.parametrize("bits", [4, 15, 16, 31, 32, 33, 47, 63, 64])
-def test_a_code_has_every_bit_where_it_is_stored(bits: int) -> None:
-    """Bit i is the sign of the i-th product, and the column is wide enough for all."""
+@pytest.mark.parametrize(
+    ("stored", "bits"),
+    [
+        *product([torch.int16], [4, 8, 15]),
+        *product([torch.int32], [16, 31]),
+        *product([torch.int64], [32, 33, 47, 60, 63, 64]),
+    ],
+)
+def test_a_code_has_every_bit_where_it_is_stored(stored: torch.dtype, bits: int) -> None:
+    """Bit i is the sign of the i-th product. The column is the smallest integer with a bit to
+    spare, of 16, 32 or 64 bits, of which the first one is the sign."""
     step = policies.step_policy("hashevict", {"bits": bits})
     assert isinstance(step, HashEvict)
+    assert [*step.columns.values()] == [stored]
     keys = torch.randn(50, 16, generator=torch.Generator().manual_seed(0))
     matrix = step.matrix(0, keys)
     assert matrix.shape == (16, bits)
-    stored = step.of_key(0, keys[None, None])["code"][0, 0].to(torch.int64)
+    codes = step.of_key(0, keys[None, None])["code"][0, 0].to(torch.int64)
     signs = (keys @ matrix >= 0).tolist()
-    assert [[(n >> i) & 1 == 1 for i in range(bits)] for n in stored.tolist()] == signs
-
-
-def test_a_code_is_stored_in_the_smallest_integer_with_a_bit_to_spare() -> None:
-    """Of 16, 32 or 64 bits; the first one is the sign."""
-    found = {}
-    for bits in (8, 15, 16, 31, 32, 60):
-        policy = rule("hashevict", {"bits": bits})
-        (found[bits],) = policy.columns.values()
-    short, wide = torch.int16, torch.int32
-    assert found == {8: short, 15: short, 16: wide, 31: wide, 32: torch.int64, 60: torch.int64}
+    assert [[(n >> i) & 1 == 1 for i in range(bits)] for n in codes.tolist()] == signs

@@ -28,7 +28,7 @@ from small import (
     spell,
 )
 from torch import Tensor
-from views import build, kept, read, rule, view, write
+from views import asked, build, kept, read, rule, view, write
 
 from minikv import policies
 from minikv.cache.budget import Budget
@@ -39,7 +39,6 @@ from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.models.rope import frequencies
 from minikv.policies.base import PromptView, StepPolicy
-from minikv.policies.counter_rng import gumbel, uniform
 from minikv.policies.moments import Moments
 from minikv.policies.parts import PromptPolicy
 from minikv.policies.selection import blocks
@@ -150,38 +149,6 @@ def test_the_same_seed_keeps_the_same_rows(prompt: str, decode: str) -> None:
     assert found[0] == found[1]
 
 
-# -- draws ----------------------------------------------------------------------------------
-
-
-def key_of(draw: int, seed: int) -> int:
-    """The key whose draw is made of the 64 bits `draw`: splitmix64 backwards."""
-    mask = (1 << 64) - 1
-
-    def undo_shift(x: int, bits: int) -> int:
-        found = x
-        for _ in range(64 // bits + 1):
-            found = x ^ (found >> bits)
-        return found
-
-    def undo(x: int) -> int:
-        x = undo_shift(x, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & mask
-        x = undo_shift(x, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & mask
-        return (undo_shift(x, 30) - 0x9E3779B97F4A7C15) & mask
-
-    key = undo((undo(draw) ^ seed) & mask)
-    return key - (1 << 64) if key >> 63 else key
-
-
-@pytest.mark.parametrize("seed", [0, 7, (1 << 31) - 1])
-def test_the_extreme_draws_are_inside_the_unit_interval(seed: int) -> None:
-    """0 < u < 1 for the largest and the smallest draw there is: no logarithm is infinite."""
-    keys = torch.tensor([key_of(0, seed), key_of((1 << 64) - 1, seed)])
-    low, high = uniform(seed, keys).tolist()
-    assert 0.0 < low < 2**-20
-    assert 1 - 2**-20 < high < 1.0
-    assert bool(torch.isfinite(gumbel(uniform(seed, keys))).all())
-
-
 def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     """Of a head with sinks alone the others may, so that a cap can be held."""
     policy = rule("tova", {"sinks": 4})
@@ -191,6 +158,9 @@ def test_the_newest_row_never_leaves_even_where_all_are_protected() -> None:
     assert policy.free(pos, 10, torch.tensor([[1], [2]])).tolist() == free
     few = policy.free(pos, 10, torch.tensor([[0], [3]]))
     assert few.tolist() == [[False] * 4, [True, True, True, False]]
+    streaming = rule("streaming", {"sinks": 4})  # where two leave, sinks may; row 4 is none
+    two = asked(streaming, 6, torch.arange(5)[None], {}, count=2)
+    assert streaming.worth(two).tolist() == [[0.0, -1.0, -2.0, -3.0, 4.0]]
 
 
 def test_moments_are_the_mean_and_covariance_of_all_queries() -> None:

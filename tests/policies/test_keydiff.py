@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from views import build, choose, view
 
+from minikv.policies.base import PromptView
+
 
 def loop(key: Tensor, keeps: int, block: int, sinks: int) -> list[int]:
     """The rows of one head that are left, block after block; key [N, D]."""
@@ -22,17 +24,33 @@ def loop(key: Tensor, keeps: int, block: int, sinks: int) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize(("block", "sinks"), [(1, 0), (7, 0), (7, 3), (1000, 2)])
-def test_blocks_are_the_papers_loop(block: int, sinks: int) -> None:
-    generator = torch.Generator().manual_seed(block)
-    key = torch.randn(3, 90, 8, generator=generator) + 1.0
-    seen = replace(view(torch.zeros(3, 1, 90)), key=lambda: key, budget=20)
+def prompt(seed: int, rows: int, budget: int) -> PromptView:
+    """Three heads with random keys."""
+    key = torch.randn(3, rows, 8, generator=torch.Generator().manual_seed(seed)) + 1.0
+    return replace(view(torch.zeros(3, 1, rows)), key=lambda: key, budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("rows", "keeps", "block", "sinks"),
+    [
+        (90, 20, 1, 0),
+        (90, 20, 7, 0),
+        (90, 20, 7, 3),
+        (90, 20, 1000, 2),
+        (29, 1, 4, 0),
+        (29, 2, 4, 0),
+    ],
+)
+def test_blocks_are_the_papers_loop(rows: int, keeps: int, block: int, sinks: int) -> None:
+    """Also of the fewest rows that a budget can have: no block ends with two rows alone, which
+    would be as near to their mean."""
+    seen = prompt(block, rows, keeps)
     options = {"sinks": sinks, "recent": 0, "block": block}
-    kept = choose(build("keydiff", options), seen, 3 * 20)
+    kept = choose(build("keydiff", options), seen, 3 * keeps)
     for h in range(3):
-        assert kept[h].nonzero().flatten().tolist() == loop(key[h], 20, block, sinks)
+        assert kept[h].nonzero().flatten().tolist() == loop(seen.key()[h], keeps, block, sinks)
     if block == 7:
-        once = choose(build("keydiff", options | {"block": 0}), seen, 3 * 20)
+        once = choose(build("keydiff", options | {"block": 0}), seen, 3 * keeps)
         assert not torch.equal(kept, once)
 
 
@@ -49,23 +67,10 @@ def test_blocks_follow_positions_and_pass_over_padding() -> None:
     assert sorted(pos[kept].tolist()) == loop(key[0, :40], 10, 6, 0)
 
 
-@pytest.mark.parametrize("keeps", [1, 2])
-def test_blocks_keep_the_fewest_rows_that_a_budget_can_have(keeps: int) -> None:
-    """No block ends with two rows alone, which would be as near to their mean."""
-    generator = torch.Generator().manual_seed(3)
-    key = torch.randn(3, 29, 8, generator=generator) + 1.0
-    seen = replace(view(torch.zeros(3, 1, 29)), key=lambda: key, budget=keeps)
-    kept = choose(build("keydiff", {"sinks": 0, "recent": 0, "block": 4}), seen, 3 * keeps)
-    for h in range(3):
-        assert kept[h].nonzero().flatten().tolist() == loop(key[h], keeps, 4, 0)
-
-
 @pytest.mark.parametrize("budget", [90, 89, 200])
 def test_rows_that_fit_the_budget_are_one_block(budget: int) -> None:
     """All of them, or all and the block that follows: scores as of all rows at once."""
-    generator = torch.Generator().manual_seed(4)
-    key = torch.randn(3, 90, 8, generator=generator) + 1.0
-    seen = replace(view(torch.zeros(3, 1, 90)), key=lambda: key, budget=budget)
+    seen = prompt(4, 90, budget)
     blocks, once = (
         build("keydiff", {"sinks": 0, "recent": 0, "block": block}).scorer.score(seen)
         for block in (7, 0)

@@ -51,14 +51,12 @@ def repeat_view(lengths: Tensor | None = None) -> RepeatView:
 
 def test_scores_worked_by_hand() -> None:
     """Query 3 sees all but the last key: head 0 gives 2/7 and 3/7, head 1 (squares) 4/15 and 9/15.
-    Query 4 sees all: 2/11 and 3/11; 4/31 and 9/31. The largest of each count."""
+    Query 4 sees all: 2/11 and 3/11; 4/31 and 9/31. The largest of each count.
+
+    With plus, |v W_O| is 5 and 25 of head 0, 1 and 5 of head 1; |h| is 2 at query 3 and 1 at query
+    4. Head 0: 2/7 * 5 / 2 or 2/11 * 5, and 3/7 * 25 / 2 or 3/11 * 25; head 1: less."""
     found = kvzip().peak(repeat_view())
     torch.testing.assert_close(found, torch.tensor([[2 / 7, 9 / 15]]))
-
-
-def test_scores_with_plus_worked_by_hand() -> None:
-    """|v W_O| is 5 and 25 of head 0, 1 and 5 of head 1; |h| is 2 at query 3 and 1 at query 4. Head
-    0: 2/7 * 5 / 2 or 2/11 * 5, and 3/7 * 25 / 2 or 3/11 * 25; head 1: less."""
     view = repeat_view(torch.tensor([2.0, 1.0]))
     torch.testing.assert_close(output_lengths(view), torch.tensor([[[5.0, 25.0], [1.0, 5.0]]]))
     found = kvzip("kvzip+").peak(view)
@@ -69,9 +67,7 @@ def test_the_rest_of_the_text_is_left_out() -> None:
     """A row that is in none of the parts takes no attention, and one that no query sees gets 0."""
     view = repeat_view()
     unseen = (view.chunk[0], torch.tensor([[1, -1]]))
-    found = kvzip().peak(
-        RepeatView(0, view.query, view.at, (), unseen, view.own, None, view.value, view.output)
-    )
+    found = kvzip().peak(replace(view, first=(), chunk=unseen))
     torch.testing.assert_close(found, torch.tensor([[4 / 5, 0.0]]))
 
 
@@ -130,17 +126,19 @@ def test_a_text_that_always_has_room_is_above_every_score() -> None:
     assert state[1] == state[2] > 1e6 > state[0] == 5.0
 
 
-def test_what_was_said_leaves_before_the_text_but_for_the_newest() -> None:
+@pytest.mark.parametrize(
+    ("budget", "order"),
+    # Of 16 a quarter is for what was said: one row each more.
+    [(4, [7, 8, 0, 2, 1, 3, 4, 5, 6]), (16, [5, 6, 7, 8, 0, 2, 1, 3, 4])],
+)
+def test_what_was_said_leaves_before_the_text_but_for_the_newest(
+    budget: int, order: list[int]
+) -> None:
     """Rows 3 to 6 are of an earlier question and its answer, 7 and 8 of this one."""
-    worth = [0.5, 0.2, 0.3, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    view = prompt_view([0.5, 0.2, 0.3, *[0.0] * 6], None, 7, budget=budget, asks=True)
     scorer = kvzip(said=0.25, sinks=0)
-    view = prompt_view(worth, None, 7, budget=4, asks=True)
-    order = scorer.score(view)[0].argsort(descending=True, stable=True).tolist()
-    assert order == [7, 8, 0, 2, 1, 3, 4, 5, 6]
+    assert scorer.score(view)[0].argsort(descending=True, stable=True).tolist() == order
     assert scorer.state(view)["worth"][0].tolist() == view.carried["worth"][0].tolist()
-    view = prompt_view(worth, None, 7, budget=16, asks=True)  # a quarter of it: one row each more
-    order = scorer.score(view)[0].argsort(descending=True, stable=True).tolist()
-    assert order == [5, 6, 7, 8, 0, 2, 1, 3, 4]
 
 
 def test_nothing_of_an_answer_is_scored() -> None:

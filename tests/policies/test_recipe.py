@@ -23,6 +23,7 @@ from minikv.errors import UsageError
 from minikv.kernels import Rows
 from minikv.policies import registry
 
+pytestmark = pytest.mark.usefixtures("toys")
 CONTRIBUTING = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text()
 
 
@@ -109,16 +110,11 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"values": example, **TOYS}.items():
         (tmp_path / f"{name}.py").write_text(textwrap.dedent(text).lstrip())
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
-    for names, more in (
-        ("PROMPT", ["values"]),
-        ("SCORERS", ["values"]),
-        ("OTHER_PARTS", ["first"]),
-        ("STEP", ["toystep"]),
-    ):
-        monkeypatch.setattr(registry, names, [*getattr(registry, names), *more])
+    known = {"PROMPT": "values", "SCORERS": "values", "OTHER_PARTS": "first", "STEP": "toystep"}
+    for names, more in known.items():
+        monkeypatch.setattr(registry, names, [*getattr(registry, names), more])
 
 
-@pytest.mark.usefixtures("toys")
 def test_toys_are_policies_like_all_others() -> None:
     made = build("values+first", {"power": 2.0, "more": 3})
     assert made.evidence.sinks == 4
@@ -134,7 +130,6 @@ def test_toys_are_policies_like_all_others() -> None:
     assert re.search(r"parts to add to a policy:.* first \(as", table, re.S)
 
 
-@pytest.mark.usefixtures("toys")
 def test_a_toy_keeps_what_it_says() -> None:
     """Rows of large values."""
     walk = Walk(EvictionConfig.read("values", "none", 30, {"sinks": 0}))
@@ -143,7 +138,6 @@ def test_a_toy_keeps_what_it_says() -> None:
     assert walk.kv.kept(0, 1).tolist() == sorted(value.norm(dim=-1).topk(30).indices.tolist())
 
 
-@pytest.mark.usefixtures("toys")
 def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
     text = "The mill on the river is run by Ada, who came from Velgate. " * 9
     chat = minikv.load(policy="values+first", decode="toystep", budget=72, device="cpu", power=2.0)
@@ -163,7 +157,6 @@ def test_toys_in_a_chat_and_in_eval(tmp_path: Path) -> None:
     assert "values+first" in json.dumps(json.loads(out.read_text()))
 
 
-@pytest.mark.usefixtures("toys")
 def test_a_kernel_is_found_by_the_name_of_its_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row in `Kernels.evict`, which then does all that the end of a step does: here the oldest
     row leaves, where the rule in torch would have chosen by attention."""

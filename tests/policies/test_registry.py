@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import small
 import torch
+from lines import lines
+from refusals import refused
 from views import build, choose, random_mass, view
 
 from minikv import policies
-from minikv.errors import UsageError
 from minikv.policies import base, find, registry
 from minikv.policies.options import Method, Option, options_of, read_options
 
@@ -51,23 +52,23 @@ def test_the_names_of_a_flag_are_of_methods_that_it_can_use() -> None:
     assert "scorer" not in {part.axis for part in map(registry.part, registry.OTHER_PARTS)}
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "second"),
-    [
-        ("full", "-", "safe"),
-        ("roco", "each head's own cap", "fades"),
-        ("snapkv", "uniform", "needs recall"),
-        ("h2o", "uniform", "fades"),
-        ("l2", "uniform", "safe"),
-        ("pyramidkv", "per layer", "needs recall"),
-        ("l2+pyramid", "per layer", "safe"),
-        ("adakv", "per head", "needs recall"),
-        ("h2o+ada", "per head", "fades"),
-        ("ada-pyramid", "per layer and per head", "needs recall"),
-        ("global-span", "one for all layers and heads", "needs recall"),
-        ("kvzip", "one for all layers and heads", "safe"),
-    ],
-)
+DIVIDED = """
+full         | -                            | safe
+roco         | each head's own cap          | fades
+snapkv       | uniform                      | needs recall
+h2o          | uniform                      | fades
+l2           | uniform                      | safe
+pyramidkv    | per layer                    | needs recall
+l2+pyramid   | per layer                    | safe
+adakv        | per head                     | needs recall
+h2o+ada      | per head                     | fades
+ada-pyramid  | per layer and per head       | needs recall
+global-span  | one for all layers and heads | needs recall
+kvzip        | one for all layers and heads | safe
+"""
+
+
+@pytest.mark.parametrize(("name", "shape", "second"), lines(DIVIDED))
 def test_how_a_budget_is_divided_and_a_second_question_answered(
     name: str, shape: str, second: str
 ) -> None:
@@ -75,13 +76,10 @@ def test_how_a_budget_is_divided_and_a_second_question_answered(
     assert (info.shape, info.second) == (shape, second)
 
 
-def classes() -> list[Any]:
-    """The class of every part and rule."""
-    rules = [method.rule for method in registry.methods() if method.rule is not None]
-    return [*registry.parts(), *rules]
+RULES = [method.rule for method in registry.methods() if method.rule is not None]
 
 
-@pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [*registry.parts(), *RULES], ids=lambda cls: cls.__name__)
 def test_an_option_has_the_type_that_its_field_declares(cls: type) -> None:
     """And every field of a part is an option; one of a step policy may be a fact of it."""
     deep = [one for one in cls.__mro__ if one.__module__.startswith("minikv")]
@@ -101,6 +99,9 @@ PYRAMID: dict[str, object] = {"beta": 20, "line": "exact", "rounding": "exact"}
 EXPECTED: dict[str, object] = {"sinks": 4, "future": 512, "covariance": True, "value_norm": True}
 KVZIP: dict[str, object] = {"sinks": 4, "chunk": 2000, "overlap": 8, "said": 0.25}
 ENDS: dict[str, object] = {"sinks": 4, "recent": 10}
+DRAWN: dict[str, object] = {"random": 0.35, "draw": "score", "temperature": 1.0}
+STANDS: dict[str, object] = {"anchor": "mean", "ranks": "ends"}
+ALIKE: dict[str, object] = {"threshold": 0.5, "softmax": "all", "group": "mean"}
 DEFAULTS: dict[str, dict[str, object]] = {
     "full": {},
     "none": {},
@@ -109,17 +110,8 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "pyramidkv": SNAPKV | PYRAMID,
     "adakv": SNAPKV | ADA,
     "ada-pyramid": SNAPKV | PYRAMID | ADA,
-    "nacl": {
-        "proxies": 32,
-        "sinks": 4,
-        "non_causal": False,
-        "random": 0.35,
-        "draw": "score",
-        "temperature": 1.0,
-        "seed": 0,
-    },
-    "kvcrush": SNAPKV
-    | {"sinks": 4, "ratio": 0.25, "bits": "kv", "anchor": "mean", "ranks": "ends", "seed": 0},
+    "nacl": {"proxies": 32, "sinks": 4, "non_causal": False, "seed": 0} | DRAWN,
+    "kvcrush": SNAPKV | {"sinks": 4, "ratio": 0.25, "bits": "kv", "seed": 0} | STANDS,
     "h2o": {"recent_share": 0.5, "sinks": 0, "window": 0, "average": False},
     "tova": {"per_head": False, "protect_newest": True, "sinks": 0},
     "l2": ENDS | {"skip": 0},
@@ -136,16 +128,7 @@ DEFAULTS: dict[str, dict[str, object]] = {
     "roco": ENDS | {"scope": 0.3, "scope_prompt": 0.1, "pool": 7, "lead": 100.0},
     "scissorhands": ENDS | {"history": 400},
     "hashevict": ENDS | {"bits": 16, "hash_with": "query", "seed": 0},
-    "rkv": {
-        "sinks": 0,
-        "window": 8,
-        "buffer": 128,
-        "kernel": 7,
-        "mix": 0.07,
-        "threshold": 0.5,
-        "softmax": "all",
-        "group": "mean",
-    },
+    "rkv": {"sinks": 0, "window": 8, "buffer": 128, "kernel": 7, "mix": 0.07} | ALIKE,
     "vase": {"sinks": 4, "window": 32, "buffer": 64, "large": 0.25, "kernel": 5, "seed": 0},
     "triattention": ENDS | {"buffer": 128, "future": 65536, "norm": True},
 }
@@ -212,41 +195,38 @@ def test_no_line_of_a_part_names_an_option_with_another_default(info: Method) ->
 # -- names that are composed ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("snapkv+ada", ("snapkv", "ada")),
-        ("adakv+pyramid", ("snapkv", "pyramid", "ada")),
-        ("h2o+adakv+pyramidkv", ("h2o", "pyramid", "ada")),
-        ("kvcrush(h2o)", ("h2o", "kvcrush")),
-        ("kvcrush(h2o) + ada", ("h2o", "ada", "kvcrush")),
-        ("kvcrush(h2o+ada)+turns", ("h2o", "ada", "kvcrush", "turns")),
-        ("kvcrush(proxies)", ("proxies", "kvcrush")),
-        ("nacl+critical", ("proxies", "draw", "critical")),
-        ("kvcrush+critical", ("snapkv", "kvcrush", "critical")),
-        ("kvcrush(adakv)", ("snapkv", "ada", "kvcrush")),
-        ("l2+nacl", ("l2", "draw")),
-        ("kvzip+uniform", ("kvzip", "uniform")),
-        ("kvzip++uniform", ("kvzip", "uniform")),
-        ("kvcrush(kvzip+)", ("kvzip", "kvcrush")),
-    ],
-)
-def test_names_compose(name: str, parts: tuple[str, ...]) -> None:
-    assert small.parts(name) == parts
-    assert build(name).name == name
+COMPOSE = """
+snapkv+ada              | snapkv ada
+adakv+pyramid           | snapkv pyramid ada
+h2o+adakv+pyramidkv     | h2o pyramid ada
+kvcrush(h2o)            | h2o kvcrush
+kvcrush(h2o) + ada      | h2o ada kvcrush
+kvcrush(h2o+ada)+turns  | h2o ada kvcrush turns
+kvcrush(proxies)        | proxies kvcrush
+nacl+critical           | proxies draw critical
+kvcrush+critical        | snapkv kvcrush critical
+kvcrush(adakv)          | snapkv ada kvcrush
+l2+nacl                 | l2 draw
+kvzip+uniform           | kvzip uniform
+kvzip++uniform          | kvzip uniform
+kvcrush(kvzip+)         | kvzip kvcrush
+"""
+
+
+@pytest.mark.parametrize(("name", "parts"), lines(COMPOSE))
+def test_names_compose(name: str, parts: str) -> None:
+    made = build(name)
+    assert small.parts(name) == tuple(parts.split())
+    assert made.name == name
+    if parts == "kvzip uniform":  # a plus may end a name
+        assert made.scorer.plus is ("++" in name)  # type: ignore[attr-defined]
 
 
 def test_a_name_is_checked_before_anything_is_made() -> None:
     for name, step in (("adakv", False), ("h2o+ada", False), ("roco", True)):
         registry.check_name(name, step=step)
     for name, step in (("adakw", False), ("h2o+adb", False), ("adakv", True)):
-        with pytest.raises(UsageError):
-            registry.check_name(name, step=step)
-
-
-def test_a_plus_may_end_a_name() -> None:
-    for name, plus in (("kvzip+uniform", False), ("kvzip++uniform", True)):
-        assert build(name).scorer.plus is plus  # type: ignore[attr-defined]
+        refused("", registry.check_name, name, step=step)
 
 
 def test_a_composed_method_has_the_step_policy_of_its_first_part() -> None:
@@ -259,39 +239,32 @@ def test_a_composed_method_has_the_step_policy_of_its_first_part() -> None:
 def test_preset_names_are_rows_of_the_same_table() -> None:
     mass = random_mass()
     for preset, spelled in (("adakv", "snapkv+ada"), ("kvcrush", "kvcrush(snapkv)")):
-        assert torch.equal(
-            choose(build(preset), view(mass, 32), 200), choose(build(spelled), view(mass, 32), 200)
-        )
+        one, two = (choose(build(name), view(mass, 32), 200) for name in (preset, spelled))
+        assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("h2o+snapkv", "'snapkv' also says what a token is worth"),
-        ("foo+ada", "'foo' does not say what a token is worth"),
-        ("full+ada", "'full' does not say"),
-        ("h2o+adaa", "'adaa' is not a part"),
-        ("nacl+kvcrush", "draw and kvcrush answer the same question"),
-        ("kvcrush()", "unknown policy"),
-        ("h2o+", "'' is not a part"),
-        ("+", "'' does not say"),
-        ("queryspan", 'queryspan is gone: `policy="global-span"`'),
-        ("adakv+queryspan", 'queryspan is gone: `policy="global-span"`'),
-    ],
-)
-def test_what_cannot_be_composed_is_refused(name: str, says: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        find(name)
-    assert says in str(refused.value)
+REFUSED = """
+h2o+snapkv      | 'snapkv' also says what a token is worth     |
+foo+ada         | 'foo' does not say what a token is worth     |
+full+ada        | 'full' does not say                          |
+h2o+adaa        | 'adaa' is not a part                         |
+nacl+kvcrush    | draw and kvcrush answer the same question    |
+kvcrush()       | unknown policy                               |
+h2o+            | '' is not a part                             |
++               | '' does not say                              |
+queryspan       | queryspan is gone: `policy="global-span"`    |
+adakv+queryspan | queryspan is gone: `policy="global-span"`    |
+snapvk          | unknown policy                               | snapkv
+roco            | works only as `decode`                       | `stride=32` makes roco
+"""
+"""The last hint is what `minikv plan` suggests."""
 
 
-def test_unknown_policy_names_the_nearest() -> None:
-    with pytest.raises(UsageError) as refused:
-        find("snapvk")
-    assert "snapkv" in refused.value.hint
-    with pytest.raises(UsageError, match="works only as `decode`") as refused:
-        find("roco")
-    assert "`stride=32` makes roco" in refused.value.hint  # `minikv plan` suggests that
+@pytest.mark.parametrize(("name", "says", "hint"), lines(REFUSED))
+def test_what_cannot_be_composed_is_refused(name: str, says: str, hint: str) -> None:
+    error = refused("", find, name)
+    assert says in str(error)
+    assert hint in error.hint
 
 
 def test_the_published_setting_of_expected_attention_has_a_name() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
 from small import VOCAB, Walk, engine, ids, network
 from stepping import GREEDY, pair
 from tape import Tape
@@ -23,7 +24,6 @@ from minikv.cache.rules import Rules
 from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
-from minikv.errors import UsageError
 from minikv.kernels.dispatch import Kernels
 from minikv.policies import base, rkv
 from minikv.policies.base import StepView
@@ -36,42 +36,23 @@ def made(**options: object) -> RKV:
     return policy
 
 
-def view(
-    keys: Tensor,
-    pos: Tensor,
-    position: int,
-    policy: RKV | None = None,
-    count: int = 2,
-    **columns: Tensor,
-) -> StepView:
-    """Heads of one layer with these keys [F, N, D] at these positions [F, N]."""
-    policy = policy or made()
-    return asked(policy, position, pos, columns, count=count, keys=lambda heads: keys[heads])
-
-
-# -- by hand --------------------------------------------------------------------------------------
-
-
-def plane(angles: tuple[float, ...], length: float = 2.0) -> Tensor:
-    at = torch.tensor(angles).deg2rad()
-    return length * torch.stack((at.cos(), at.sin()), -1)
-
-
 def test_a_buffer_is_not_smaller_than_the_window() -> None:
     made(window=16, buffer=16)
-    with pytest.raises(UsageError, match="rkv: a buffer of 15 is smaller than the window of 16"):
-        made(window=16, buffer=15)
+    says = "rkv: a buffer of 15 is smaller than the window of 16"
+    refused(says, made, window=16, buffer=15)
 
 
 # -- whole answers --------------------------------------------------------------------------------
 
 
-def rows(seed: int, tokens: int, layers: int, heads: int, group: int) -> tuple[Tensor, Tensor]:
-    """Queries [L, N, H * G, D] and keys [L, N, H, D]; many keys are alike."""
+def rows(
+    seed: int, tokens: int, layers: int, heads: int, group: int, apart: float = 0.4
+) -> tuple[Tensor, Tensor]:
+    """Queries [L, N, H * G, D] and keys [L, N, H, D]; many keys are alike but for `apart`."""
     g = torch.Generator().manual_seed(seed)
     base = torch.randn(6, 8, generator=g)
     key = base[torch.randint(6, (layers, tokens, heads), generator=g)]
-    key = key + 0.4 * torch.randn(layers, tokens, heads, 8, generator=g)
+    key = key + apart * torch.randn(layers, tokens, heads, 8, generator=g)
     return 2 * torch.randn(layers, tokens, heads * group, 8, generator=g), key
 
 
@@ -178,17 +159,14 @@ its arithmetic, run outside of the project. Every key has one like it."""
 
 @pytest.mark.parametrize("seed", RELEASE)
 def test_the_release_keeps_the_same_rows(seed: int) -> None:
-    g = torch.Generator().manual_seed(seed)
-    base = torch.randn(6, 8, generator=g)
-    key = base[torch.randint(6, (40, 2), generator=g)] + 0.25 * torch.randn(40, 2, 8, generator=g)
-    query = 2 * torch.randn(40, 4, 8, generator=g)
+    query, key = rows(seed, 40, 1, 2, 2, apart=0.25)
     policy = made(window=4, buffer=16, group="max", softmax="past")
     cache = KVCache(Shape(1, 2, 4, 8, (None,), 1 << 20), Rules(None, policy, Budget.parse(24)))
-    read(cache, query[None], key[None], 0, 24)
+    read(cache, query, key, 0, 24)
     for at in range(24, 40):
         assert len(cache.kept(0, 0)) == at
-        write(cache, query[None], key[None], at, at + 1)
-    assert kept(cache) == [[*rows, 36, 37, 38, 39] for rows in RELEASE[seed]]
+        write(cache, query, key, at, at + 1)
+    assert kept(cache) == [[*early, 36, 37, 38, 39] for early in RELEASE[seed]]
 
 
 # -- what it costs --------------------------------------------------------------------------------
@@ -268,7 +246,8 @@ def test_no_temporary_outgrows_the_block(
     """All cosines of a head, or of all heads, are more, or all keys; and blocks change nothing."""
     g = torch.Generator().manual_seed(0)
     keys = torch.randn(heads, wide, size, generator=g)
-    seen = view(keys, torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)]), wide)
+    pos = torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)])
+    seen = asked(made(), wide, pos, {}, count=2, keys=lambda heads: keys[heads])
     want = redundancy(seen, 0.3)
     monkeypatch.setattr(base, "AT_ONCE", block)
     assert heads * wide * max(wide, size) > block
@@ -309,7 +288,7 @@ def test_a_head_of_less_than_the_window_keeps_its_newest_rows(ahead: bool) -> No
 def test_the_very_first_row_may_be_the_newest_that_is_alike() -> None:
     """Two keys alike, the older at position 0: each excuses the other. Nothing is left of them but
     what the third key, which is like none, has in common with them."""
-    unit = plane((0.0, 0.0, 60.0), 1.0)[None]
+    unit = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.5, 0.75**0.5]]])
     for pos in ([0, 7, 9], [7, 0, 9], [3, 7, 9]):
         got = sums(unit, torch.tensor([pos], dtype=torch.int32), 0.9)
         torch.testing.assert_close(got, torch.tensor([[0.5, 0.5, 1.0]]), atol=1e-6, rtol=0)

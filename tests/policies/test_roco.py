@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+import pytest
 import torch
 from small import victims
 from views import asked, rule, view
@@ -62,25 +64,44 @@ def started(
 MASS = [0.5, 0.25, 0.0, 0.0, 1.0, 0.0, 8.0, 9.0]
 
 
-def test_a_prompts_rows_start_with_the_largest_statistics_of_their_neighbours() -> None:
-    """By hand: all but the two observed rows, the last one of which was seen once, take the largest
-    mean and mean square of themselves and their neighbours; counts stay as they are."""
-    plain = started(MASS, pool=1, lead=1)
-    assert plain["sum"] == MASS
-    assert plain["squares"] == [m * m for m in MASS]
-    assert plain["count"] == [2.0] * 7 + [1.0]
-    pooled = started(MASS, pool=3, lead=1)
-    assert pooled["weighed"] == [0.5, 0.5, 0.25, 1.0, 1.0, 1.0, 8.0, 9.0]
-    assert pooled["squares"] == [0.25, 0.25, 0.0625, 1.0, 1.0, 1.0, 64.0, 81.0]
-    assert pooled["count"] == plain["count"]
+SQUARES = [m * m for m in MASS]
+SEEN = [2.0] * 7 + [1.0]
 
 
-def test_what_a_prompt_gave_is_worth_more_than_what_an_answer_gives() -> None:
-    """Means are multiplied and deviations with them; a later prompt's come on top."""
-    plain, led = started(MASS, pool=1, lead=1), started(MASS, pool=1, lead=8)
-    assert led["weighed"] == [8 * m for m in MASS]
-    assert led["squares"] == [64 * m * m for m in MASS]
-    assert led["count"] == plain["count"]
+@pytest.mark.parametrize(
+    ("given", "observed", "options", "columns"),
+    [
+        # All but the two observed rows, the last one of which was seen once, take the largest mean
+        # and mean square of themselves and their neighbours; counts stay as they are.
+        (MASS, 2, {"pool": 1, "lead": 1}, {"sum": MASS, "squares": SQUARES, "count": SEEN}),
+        (
+            *(MASS, 2, {"pool": 3, "lead": 1}),
+            {
+                "weighed": [0.5, 0.5, 0.25, 1.0, 1.0, 1.0, 8.0, 9.0],
+                "squares": [0.25, 0.25, 0.0625, 1.0, 1.0, 1.0, 64.0, 81.0],
+                "count": SEEN,
+            },
+        ),
+        # What a prompt gave is worth more than what an answer gives, and so are deviations.
+        (
+            *(MASS, 2, {"pool": 1, "lead": 8}),
+            {"weighed": [8 * m for m in MASS], "squares": [64 * m for m in SQUARES], "count": SEEN},
+        ),
+        # Every row was seen once: the largest of three neighbours, and the last one its own.
+        (
+            *(MASS, 1, {"pool": 3, "lead": 1}),
+            {"weighed": [0.5, 0.5, 0.25, 1.0, 1.0, 8.0, 8.0, 9.0], "count": [1.0] * 8},
+        ),
+        # Where a prompt's queries are taken to stand behind all of its rows.
+        ([1.0] * 6, 4, {"causal": False, **PAPER}, {"count": [4.0] * 6}),
+    ],
+    ids=["paper", "pooled", "led", "one query", "not causal"],
+)
+def test_what_rows_start_with_after_a_prompt(
+    given: list[float], observed: int, options: Any, columns: dict[str, list[float]]
+) -> None:
+    found = started(given, observed, **options)
+    assert {name: found[name] for name in columns} == columns
 
 
 def leaves(**options: float) -> list[int]:
@@ -108,15 +129,3 @@ def test_where_several_rows_leave_the_steady_ones_are_sorted() -> None:
     means, spreads = [0.1, 0.3, 0.2, 0.4, 0.0], [0.1, 0.2, 0.9, 0.3, 0.0]
     seen = roco_view(roco, means, spreads, [1, 2, 3, 4, 99], 2)
     assert roco.worth(seen).isfinite().tolist() == [[True, True, False, True, False]]
-
-
-def test_queries_that_saw_every_row_count_for_every_row() -> None:
-    """Where a prompt's queries are taken to stand behind all of its rows."""
-    assert started([1.0] * 6, 4, causal=False, **PAPER)["count"] == [4.0] * 6
-
-
-def test_a_prompt_of_which_one_query_was_observed() -> None:
-    """Every row was seen once: the largest of three neighbours, and the last one its own."""
-    found = started(MASS, 1, pool=3, lead=1)
-    assert found["weighed"] == [0.5, 0.5, 0.25, 1.0, 1.0, 8.0, 8.0, 9.0]
-    assert found["count"] == [1.0] * 8

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from layouts import segment
-from small import Dense, engine, ids, network, over, victims
+from small import ids, network, over, scheduler, victims
 from torch import Tensor
 from views import asked, looked
 
@@ -57,41 +57,30 @@ def test_scissorhands_takes_uniform_attention_for_enough() -> None:
 )
 def test_scissorhands_counts_a_prompts_last_queries(tokens: int, history: int) -> None:
     """Every one of them for itself, and a row only from its own query on."""
-    net = network()
     options: dict[str, object] = {"history": history}
-    run = engine(net, "full", "scissorhands", 512, step_options=options)
-    run.prompt(ids(tokens))
-    dense = Dense(net)
-    plain = dense.kv.attend
+    net, seen = network(), [list[Tensor](), list[Tensor](), list[Tensor]()]
+    kv = scheduler(net, "full", "scissorhands", 512, step_options=options)
+    attend = kv.attend
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        rows = torch.cat([k for k, _ in seen_keys[layer]] + [k]).transpose(0, 1)
-        first = rows.shape[1] - len(q)
-        query = q.view(len(q), 3, -1, 8).permute(1, 2, 0, 3)
-        logits = query @ rows[:, None].transpose(2, 3) * 8**-0.5
-        at = torch.arange(first, rows.shape[1])
-        hidden = torch.arange(rows.shape[1]) > at[:, None]
-        seen_p[layer].append(logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1))
-        seen_keys[layer].append((k, v))
-        return plain(layer, q, k, v)
+    def listen(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        seen[layer].append(torch.cat((q, k), 1))
+        return attend(layer, q, k, v)
 
-    seen_keys: list[list[tuple[Tensor, Tensor]]] = [[], [], []]
-    seen_p: list[list[Tensor]] = [[], [], []]
-    dense.kv.attend = attend  # type: ignore[method-assign]
-    dense.prompt(ids(tokens))
-    last = min(32, history, tokens)
-    arena = run.kv.arena
+    kv.attend = listen  # type: ignore[method-assign]
+    Engine(net, kv).prompt(ids(tokens))
+    last, arena = min(32, history, tokens), kv.arena
     for layer in range(3):
-        below = torch.zeros(3, tokens)
-        for i in range(tokens - last, tokens):
-            chunk = next(p for p in seen_p[layer] if p.shape[-1] > i)
-            p = chunk[:, i - (chunk.shape[-1] - chunk.shape[1])]
-            below[:, : i + 1] += p[:, : i + 1] < 1.0 / (i + 1)
+        query, key = torch.cat(seen[layer]).split((6, 3), 1)
+        logits = torch.einsum("thgd,nhd->hgtn", query.unflatten(1, (3, 2)), key) * 8**-0.5
+        hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        p = logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(1)
+        low = (p < 1.0 / torch.arange(1, tokens + 1)[:, None]) & ~hidden
+        below = low[:, tokens - last :].sum(1)
         for head in range(3):
             order = segment(arena, "pos", layer, head).long()
             words = [segment(arena, n, layer, head) for n in arena.extra if n.startswith("bits")]
             found = torch.stack([ones(word.long()) for word in words]).sum(0)
-            assert found.tolist() == below[head, order].long().tolist()
+            assert found.tolist() == below[head, order].tolist()
             assert segment(arena, "lows", layer, head).tolist() == found.tolist()
             able = (tokens - order).clamp(max=last)
             assert segment(arena, "queries", layer, head).long().tolist() == able.tolist()

@@ -20,18 +20,20 @@ def falling(decay: float, tokens: int) -> torch.Tensor:
     return torch.cat((at * math.log(decay), torch.zeros(1)))
 
 
-def test_worth_is_carried_on_with_decay() -> None:
-    """1, 0, .6, 0 with decay 1/2: at position 2 the own .6 is more than a quarter."""
-    worth = torch.tensor([[1.0, 0.0, 0.6, 0.0]])
-    found = carry(worth, torch.arange(4)[None], falling(0.5, 4))
-    torch.testing.assert_close(found, torch.tensor([[1.0, 0.5, 0.6, 0.3]]))
-
-
-def test_rows_that_left_do_not_shorten_the_way() -> None:
-    """Positions 8, 2, 5 in that order, and padding: from 2 to 5 it falls three times, not once."""
-    pos = torch.tensor([[8, 2, 5, -1]])
-    found = carry(torch.tensor([[0.0, 1.0, 0.0, 0.0]]), pos, falling(0.5, 9))
-    torch.testing.assert_close(found[0, :3], torch.tensor([0.5**6, 1.0, 0.5**3]))
+@pytest.mark.parametrize(
+    ("worth", "pos", "want"),
+    [
+        # At position 2 the own .6 is more than a quarter.
+        ([1.0, 0.0, 0.6, 0.0], [0, 1, 2, 3], [1.0, 0.5, 0.6, 0.3]),
+        # Rows that left do not shorten the way: from 2 to 5 it falls three times, not once.
+        ([0.0, 1.0, 0.0, 0.0], [8, 2, 5, -1], [0.5**6, 1.0, 0.5**3]),
+    ],
+)
+def test_worth_is_carried_on_with_decay(
+    worth: list[float], pos: list[int], want: list[float]
+) -> None:
+    found = carry(torch.tensor([worth]), torch.tensor([pos]), falling(0.5, 9))
+    torch.testing.assert_close(found[0, : len(want)], torch.tensor(want))
 
 
 def test_a_long_text_keeps_its_precision() -> None:
@@ -56,8 +58,7 @@ def test_global_span_by_hand() -> None:
     given[0, :, 0] = torch.tensor([[0.4, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.01]])
     given[0, :, 1] = torch.tensor([[0.0, 0.0, 0.1, 0.0], [0.4, 0.0, 0.0, 0.0]])
     seen = replace(
-        looked(given, output=torch.tensor([[[[1.0]], [[7.0]]]])),
-        lengths=torch.tensor([1.0, 2.0]),
+        looked(given, output=torch.tensor([[[[1.0]], [[7.0]]]])), lengths=torch.tensor([1.0, 2.0])
     )
     found = scores("global-span", seen, window=2, sinks=0, recent=0, decay=0.5)[0]
     torch.testing.assert_close(found, torch.tensor([2.0, 1.0, 0.5, 0.25]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import cmath
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -22,18 +24,10 @@ from minikv.engine.engine import Engine
 from minikv.policies.moments import unrotated
 
 
-@dataclass(frozen=True, slots=True)
-class Turning:
-    """Of one layer."""
-
-    inverse: Tensor
-
-    @property
-    def layers(self) -> list[Turning]:
-        return [self]
-
-    def query_scale(self, start: Tensor, count: int) -> None:
-        return None
+def turning(inverse: Tensor) -> Any:
+    """The rotation of one layer."""
+    layers = [SimpleNamespace(inverse=inverse)]
+    return SimpleNamespace(layers=layers, query_scale=lambda start, count: None)
 
 
 def rotated(x: Tensor, pos: Tensor, inverse: Tensor) -> Tensor:
@@ -82,7 +76,7 @@ def test_the_formula_of_the_paper(norm: bool, group: int) -> None:
     policy.learn(learnt, queries[:, :, :5])  # a prompt in two parts
     policy.learn(learnt, queries[:, :, 5:])
     stored = torch.stack([rotated(key[h], pos[h], inverse) for h in range(heads)])
-    known = {"keys": lambda some: stored[some], "learnt": learnt, "rotary": Turning(inverse)}
+    known = {"keys": lambda some: stored[some], "learnt": learnt, "rotary": turning(inverse)}
     seen = asked(policy, now + 1, pos, {}, **known)  # tokens counted: the last one is at `now`
     for h, found in enumerate(policy.score(seen)):
         want = by_hand(queries[h], key[h], pos[h], now, inverse, future, norm=norm)
@@ -101,7 +95,7 @@ def test_rows_that_may_not_leave_count_for_nothing() -> None:
     for other in (1.0, math.nan):
         key = torch.tensor([[[other, 0], [1, 0], [3, 0], [other, 0], [other, 0]]])
         known = {"keys": lambda some, key=key: key[some], "learnt": learnt}
-        seen = asked(policy, 4, pos, {}, **known, rotary=Turning(torch.zeros(1)))
+        seen = asked(policy, 4, pos, {}, **known, rotary=turning(torch.zeros(1)))
         worths.append(policy.worth(seen))
         assert leaving(worths[-1], pos, torch.tensor([1])).tolist() == [[False, True] + [False] * 3]
     torch.testing.assert_close(*worths)

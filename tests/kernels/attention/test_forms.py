@@ -10,48 +10,27 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from attended import Pair, last, make, mixed, truth
 from forms import Form, each, forms
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prompts import weights
 from tensors import randoms, torch_threads
-from torch import Tensor
 from triton_device import DEVICE, INTERPRETED, close, on_device
 
 from minikv import kernels
 from minikv.kernels.attention import cpu as native
 from minikv.kernels.attention import plain as twin
 
-
-def here(way: native.Prefill, name: str) -> Any:
-    lacks = pytest.mark.skipif(INTERPRETED or not way.available(), reason="not here")
-    return pytest.param(way, marks=lacks, id=name)
-
-
 WAYS = {"tiles": native.TILES, "bf16": native.BF16, "floats": native.FLOAT}
-ways = pytest.mark.parametrize("way", [here(way, name) for name, way in WAYS.items()])
+ways = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=pytest.mark.skipif(missing, reason="not here"), id=name)
+        for name, way in WAYS.items()
+        for missing in [INTERPRETED or not way.available()]
+    ],
+)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-Pair = tuple[Tensor, Tensor]
-
-
-def make(
-    *sizes: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, by: float = 2.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q [H, G, T, D], k and v [H, N, D] as a prefill has them: queries [T, H, G, D] in memory, rows
-    those of a longer buffer, with NaN beyond them. sizes: H, G, T, N and D."""
-    heads, group, rows, keys, size = sizes
-    q = randoms(seed, rows, heads, group, size, dtype=dtype, by=by)
-    k, v = torch.full((2, heads, keys + 5, size), math.nan, dtype=dtype)
-    for i, x in enumerate((k, v)):
-        x[:, :keys] = randoms(seed + 1 + i, heads, keys, size, dtype=dtype)
-    return q.permute(1, 2, 0, 3), k[:, :keys], v[:, :keys]
-
-
-def truth(q: Tensor, k: Tensor, v: Tensor, first: int) -> Pair:
-    """Query i sees the rows below first + i."""
-    at, pos = first - 1 + torch.arange(q.shape[2]), torch.arange(k.shape[1])[None]
-    p, lse = weights(q, k, at, pos, None)
-    return torch.einsum("hgtn,hnd->hgtd", p, v.double()), lse
 
 
 def check(found: Pair, want: Pair, dtype: torch.dtype, loose: float | None = None) -> None:
@@ -189,16 +168,11 @@ def test_parts_lie_as_the_products_take_them_and_threads_change_no_number(way: A
 @ways
 @pytest.mark.parametrize("what", ["float16", "mixed", "size", "wide", "turned", "none", "library"])
 def test_torch_takes_the_rest_of_rows(way: native.Prefill, what: str, monkeypatch: Any) -> None:
-    q, k, v = make(2, 3, 20, 30, {"size": 40, "wide": 272}.get(what, 64))
-    if what == "float16":
-        q, k, v = q.half(), k.half(), v.half()
-    elif what == "mixed":
-        q = q.float()
-    elif what == "turned":
-        k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    elif what == "none":
-        q = q[:, :, :0]
-    elif what == "library":
+    dtype = torch.float16 if what == "float16" else torch.bfloat16
+    q, k, v = make(2, 3, 20, 30, {"size": 40, "wide": 272}.get(what, 64), dtype=dtype)
+    q = {"mixed": q.float(), "none": q[:, :, :0]}.get(what, q)
+    k = k.transpose(1, 2).contiguous().transpose(1, 2) if what == "turned" else k
+    if what == "library":
         monkeypatch.setattr(native, "_available", lambda _: False)
     other = Mock(side_effect=lambda q, *_, **__: (torch.zeros(q.shape), torch.zeros(q.shape[:3])))
     monkeypatch.setattr(twin, "rows_attention", other)
@@ -242,8 +216,7 @@ def test_visible_rows(sizes: tuple[int, ...], window: int | None) -> None:
     pos = pos.masked_fill(gone, -1)
     k, v = k.masked_fill(gone[..., None], math.nan), v.masked_fill(gone[..., None], math.nan)
     at = torch.arange(2, 2 + rows)
-    p, sums = weights(q, k, at, pos, window)
-    want = torch.einsum("hgtn,hnd->hgtd", p, v.double().nan_to_num(0.0)), sums
+    want = mixed(q, k, v, at, pos, window)
     check(kernels.visible_attention(q, k, v, at, pos, window), want, torch.float32)
     # The arithmetic written out, which is what runs where there is no such kernel.
     check(twin.masked_attention(q, k, v, twin.visible(at, pos, window)), want, torch.float32)
@@ -282,8 +255,9 @@ def test_rows_of_earlier_turns_in_uneven_heads(
     got, lse = form(form.place(q), segments, form.place(hole), form.place(at), window)
     loose = max(form.loose(dtype), 2e-5)
     for h, rows_ in enumerate(mine):
-        p, whole = weights(q[h : h + 1], k[None, rows_], at, pos[rows_].long()[None], window)
-        close(got[h : h + 1], torch.einsum("hgtn,hnd->hgtd", p, v[None, rows_].double()), loose)
+        mine_, at_ = (q[h : h + 1], k[None, rows_], v[None, rows_]), pos[rows_].long()[None]
+        want, whole = mixed(*mine_, at, at_, window)
+        close(got[h : h + 1], want, loose)
         close(lse[h : h + 1], whole, loose if form.by == "torch" else 2e-5)
 
 
@@ -355,12 +329,9 @@ def test_torch_takes_the_rest_of_parts(what: str, monkeypatch: pytest.MonkeyPatc
     size, count = {"wide": 257}.get(what, 16), {"many": 9}.get(what, 2)
     parts = parts_of(count, (2, 2, 3, size), DTYPES[2] if what == "float16" else DTYPES[1])
     out, lse = parts[1]
-    if what == "mixed":
-        parts[1] = out.float(), lse
-    elif what == "float64 sums":
-        parts[1] = out, lse.double()
-    elif what == "turned":
-        parts[1] = out.transpose(2, 3).contiguous().transpose(2, 3), lse
+    others = {"mixed": (out.float(), lse), "float64 sums": (out, lse.double())}
+    others["turned"] = out.transpose(2, 3).contiguous().transpose(2, 3), lse
+    parts[1] = others.get(what, parts[1])
     asked: list[object] = []
     monkeypatch.setattr(twin, "merge", asked.append)
     native.merge(parts)
@@ -408,7 +379,6 @@ def test_the_librarys_kernels_mask_the_last_rows(
         found = twin.last_rows_attention(*there)
     else:
         found = kernels.window_attention(*there, window)
-    p, lse = weights(q, k, torch.arange(keys - rows, keys), torch.arange(keys)[None], window)
     loose = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    close(found[0], torch.einsum("hgtn,hnd->hgtd", p, v.double()), loose)
-    close(found[1], lse, loose)
+    for one, want in zip(found, last(q, k, v, window), strict=True):
+        close(one, want, loose)

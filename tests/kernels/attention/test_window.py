@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from prompts import weights
+from attended import last, make
 from small import Dense, engine, ids, network
 from torch import Tensor
 
@@ -19,23 +19,14 @@ WINDOWS = (1, 2, 3, 7, 16, 40)
 AROUND = (1, 2, 3, 6, 7, 8, 15, 16, 17, 33)
 
 
-def make(heads: int, group: int, rows: int, keys: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(keys + 100 * rows)
-    q = torch.randn(rows, heads, group, size, generator=generator).permute(1, 2, 0, 3)
-    k, v = (torch.randn(heads, keys + 2, size, generator=generator)[:, :keys] for _ in range(2))
-    return q * 2, k, v
-
-
-def truth(q: Tensor, k: Tensor, v: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    rows, keys = q.shape[2], k.shape[1]
-    p, lse = weights(q, k, torch.arange(keys - rows, keys), torch.arange(keys)[None], window)
-    return torch.einsum("hgtn,hnd->hgtd", p, v.double()), lse
+def scene(*sizes: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    return make(*sizes, dtype=dtype, seed=sizes[3] + 100 * sizes[2])
 
 
 def check(window: int, loose: float, *given: Tensor) -> None:
     """Of q, k and v."""
     out, lse = kernels.window_attention(*given, window)
-    want, sums = truth(*given, window)
+    want, sums = last(*given, window)
     assert out.dtype == given[0].dtype
     assert lse.dtype == torch.float32 or out.dtype != torch.float32
     torch.testing.assert_close(out.double(), want, rtol=loose, atol=loose)
@@ -47,7 +38,7 @@ def check(window: int, loose: float, *given: Tensor) -> None:
 def test_chunks_and_windows(window: int, first: int) -> None:
     """Chunks that begin at row `first`, shorter and longer than the window and all it takes."""
     for rows in AROUND:
-        check(window, 1e-5, *make(2, 3, rows, first + rows, 8))
+        check(window, 1e-5, *scene(2, 3, rows, first + rows, 8))
 
 
 @pytest.mark.parametrize(
@@ -56,13 +47,13 @@ def test_chunks_and_windows(window: int, first: int) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 64, 300, 80), (3, 1, 70, 131, 16), (1, 9, 129, 129, 32)])
 def test_other_dtypes_and_heads(dtype: torch.dtype, loose: float, sizes: Any) -> None:
     for window in (5, 65, 128, 500):
-        check(window, loose, *(t.to(dtype) for t in make(*sizes)))
+        check(window, loose, *scene(*sizes, dtype=dtype))
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_what_nobody_sees_is_not_read(window: int) -> None:
     """Rows that slid out before the chunk may hold anything."""
-    q, k, v = make(2, 2, 9, 60, 8)
+    q, k, v = scene(2, 2, 9, 60, 8)
     gone = 60 - 9 - window + 1
     want, sums = kernels.window_attention(q, k, v, window)
     k, v = k.clone(), v.clone()
@@ -89,7 +80,7 @@ def test_the_parts_are_few_and_hold_each_pair_once() -> None:
 
     for window, first, rows in product(WINDOWS, (0, 5, 50), (1, 16, 39)):
         pairs.clear()
-        kernels.window_attention(*make(1, 1, rows, first + rows, 8), window, count)
+        kernels.window_attention(*scene(1, 1, rows, first + rows, 8), window, count)
         assert sum(pairs) == sum(min(i + 1, window) for i in range(first, first + rows))
         whole = min(rows, max(0, window - first))
         assert len(pairs) <= 2 * (whole > 0) + 3 * math.ceil((rows - whole) / max(1, window - 1))
@@ -122,7 +113,7 @@ def test_what_all_queries_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
         finish(reading, layer)
 
     def exact(q: Tensor, k: Tensor, v: Tensor, window: int, _: object) -> tuple[Tensor, Tensor]:
-        out, lse = truth(q, k, v, window)
+        out, lse = last(q, k, v, window)
         return out.to(q.dtype), lse.float()
 
     monkeypatch.setattr(Prefill, "finish", listen)

@@ -15,6 +15,8 @@ from triton_device import INTERPRETED, close, guarded, kernel, on_device
 
 from minikv.kernels import Segments, to_codes
 from minikv.kernels.decode import cpu as decode
+from minikv.kernels.decode import plain_cpu
+from minikv.kernels.native import choice
 
 SEGMENTS = [
     # G, D, rows of each head, dtype in Triton, its programs (None: as configured), rows of a tile
@@ -183,3 +185,30 @@ def test_without_positions_there_is_no_window() -> None:
     want, _ = decode.VECTORS.ragged_attention(q, rows)
     found, _ = decode.VECTORS.ragged_attention(q, rows._replace(oldest=torch.tensor(4)))
     assert torch.equal(found, want)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch on a CPU")
+@pytest.mark.parametrize("lengths", [(40, 40, 40), (40, 17, 23), (40, 0, 3)])
+@pytest.mark.parametrize("most", [1 << 22, 100])
+def test_without_products_of_bfloat16_float32_multiplies(
+    lengths: tuple[int, ...], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits are not rounded to bfloat16, however many rows are converted together."""
+    start, length = torch.arange(3) * 41, torch.tensor(lengths)
+    q = randoms(1, 3, 2, 64, dtype=torch.bfloat16)
+    k, v = randoms(2, 2, 3 * 41, 64, dtype=torch.bfloat16)
+
+    def off(native: bool) -> float:
+        """The largest error of a logit, which is float32 whatever multiplied."""
+        monkeypatch.setattr(choice, "multiplies_bf16", lambda: native)
+        monkeypatch.setattr(plain_cpu, "_CONVERTED", most)
+        logits = torch.full((3, 2, 40), math.nan)
+        plain_cpu.ragged_attention(q, Segments(k, v, start, length, 40), logits)
+        worst = 0.0
+        for h, n in enumerate(lengths):
+            want = q[h].double() @ k[start[h] : start[h] + n].double().T / 8
+            worst = max(worst, float((logits[h, :, :n] - want).abs().max()) if n else 0.0)
+        return worst
+
+    assert off(native=False) < 1e-5
+    assert off(native=True) > 1e-4

@@ -93,6 +93,12 @@ def told(engine: Engine, steps: int = TOKENS) -> list[Tensor]:
     return found
 
 
+def alike(first: list[Tensor], *others: list[Tensor]) -> None:
+    """The same logits."""
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many layers each call computed."""
@@ -135,10 +141,8 @@ def test_a_step_is_that_of_separate_calls(
         assert (net._layers is not None, net._tails != []) == (way == "layers", way != WAYS[-1])
         found.append(told(engine))
         caches.append(engine.kv)
-    for others in found[1:]:
-        for mine, other in zip(found[0], others, strict=True):
-            assert torch.equal(mine, other)
-            assert bool(mine.isfinite().all())
+    alike(*found)
+    assert all(bool(logits.isfinite().all()) for logits in found[0])
     # C's hashing does not take int8, and its call for all layers shows nobody the queries.
     apart = step == "triattention" or (step == "hashevict" and kv is not None)
     assert calls == ([] if apart else [3] * TOKENS)
@@ -181,8 +185,7 @@ def test_large_weights_are_read_in_several_calls(calls: list[int], monkeypatch: 
     layer = net._tails[0]
     assert isinstance(layer, layers.Rest)
     monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer.nbytes)
-    for mine, other in zip(want, told(cached(net)), strict=True):
-        assert torch.equal(mine, other)
+    alike(want, told(cached(net)))
     assert calls == [2, 2, 1] * TOKENS
 
 
@@ -207,8 +210,7 @@ def test_a_step_without_memory_leaves_an_empty_cache(
             engine.step(5)
     net.use(engine.kv.ops)
     assert engine.kv.position == 0
-    for mine, other in zip(want, told(engine, 4), strict=True):
-        assert torch.equal(mine, other)
+    alike(want, told(engine, 4))
 
 
 def test_steps_that_open_anew_read_the_new_arena() -> None:
@@ -244,7 +246,7 @@ def test_a_policy_that_needs_the_query_is_asked_layer_by_layer(calls: list[int])
         runs.append((engine.kv, told(engine)))
     assert calls == [3] * TOKENS
     (one, mine), (two, other) = runs
-    assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    alike(mine, other)
     same(one, two)
     assert one.begin_step().step_arena() is None
 
@@ -304,29 +306,25 @@ def test_a_long_text_is_read_by_threads_whatever_the_weights() -> None:
             engine.prompt(ids(2500))
         with torch_threads(threads):
             found.append([engine.step(token) for token in ids(3)])
-    for others in found[1:]:
-        for one, two in zip(found[0], others, strict=True):
-            assert torch.equal(one, two)
-
-
-def four_bits(half: int, mlp: int = 64) -> bool:
-    """Whether C takes matrices of four bits in the layout of `half`."""
-
-    def matrix(rows: int, n: int) -> Matrix:
-        padded = -(-rows // 64) * 64
-        weights = torch.zeros(padded, n // 2, dtype=torch.uint8)
-        scales = torch.zeros(n // 32, padded, 2, dtype=torch.bfloat16)
-        return Matrix(rows, n, weights, scales, None, half)
-
-    norm = torch.ones(64, dtype=torch.bfloat16)
-    matrices = matrix(64, 64), matrix(2 * mlp, 64), matrix(64, mlp)
-    return layers.rest(*matrices, None, norm, norm, 1e-5) is not None
+    alike(*found)
 
 
 def test_matrices_that_it_does_not_take() -> None:
     """float32, rows that lie apart, an MLP that is not whole blocks, and an unknown layout."""
-    assert not four_bits(16) or not four_bits(32)
-    norm = torch.ones(32, dtype=torch.bfloat16)
+    norm, ones = torch.ones(32, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+    taken = []
+    for half in (16, 32):
+        packed = [
+            Matrix(
+                *(rows, 64),
+                torch.zeros(rows, 32, dtype=torch.uint8),
+                torch.zeros(2, rows, 2, dtype=torch.bfloat16),
+                *(None, half),
+            )
+            for rows in (64, 128, 64)
+        ]
+        taken.append(layers.rest(*packed, None, ones, ones, 1e-5) is not None)
+    assert not all(taken)
     square, gate_up, down = (
         Matrix(rows, n, torch.zeros(rows, n, dtype=torch.bfloat16))
         for rows, n in ((32, 32), (128, 32), (32, 64))

@@ -1,14 +1,9 @@
 """The rest of a layer in four launches, in Triton, against the separate calls, on odd sizes, in
-NaN-guarded memory; and the network that takes it.
-
-Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
-a CUDA device, they also run on it (marker `gpu`).
-"""
+NaN-guarded memory; and the network that takes it."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -39,7 +34,9 @@ def matrix(
     """Random weights as the kernels read them, in guarded memory; and as they are."""
     bias = draw(seed + 50, (outs,), dtype) if biased else None
     plain = Plain(draw(seed, (outs, n), dtype) / n**0.5, bias)
-    made = as_read(kept(plain, form, _room, packing=None))
+    made = as_read(
+        kept(plain, form, lambda shape, dtype: torch.empty(*shape, dtype=dtype), packing=None)
+    )
     assert made is not None
     assert (made.scales is None) == (form == "auto")
     there = {
@@ -47,10 +44,6 @@ def matrix(
         for name, part in (("scales", made.scales), ("bias", made.bias))
     }
     return replace(made, weights=guarded(made.weights), **there), made
-
-
-def _room(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def near(got: Tensor, want: Tensor, form: str) -> None:

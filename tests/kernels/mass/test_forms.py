@@ -249,21 +249,13 @@ def test_what_is_not_a_number_stays_so_where_it_is_seen(at: int) -> None:
     "what", ["float16", "mixed", "wide", "turned", "positions", "queries' positions"]
 )
 def test_torch_takes_the_rest(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, pos = torch.randn(2, 2, 3, 264)[..., :32], torch.randn(2, 9, 32), torch.arange(9)[None]
-    lse, at = torch.zeros(2, 2, 3), torch.arange(6, 9)
-    if what == "float16":
-        q, k = q.half(), k.half()
-    elif what == "mixed":
-        q = q.bfloat16()
-    elif what == "wide":
-        q, k = torch.randn(2, 2, 3, 264), torch.randn(2, 9, 264)
-    elif what == "turned":
-        k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    elif what == "positions":
-        pos = pos.int()
-    else:
-        at = at.int()
-    asked = []
+    size, dtype = 264 if what == "wide" else 32, torch.float16 if what == "float16" else None
+    q, k = torch.randn(2, 2, 3, 264, dtype=dtype)[..., :size], torch.randn(2, 9, size, dtype=dtype)
+    q = q.bfloat16() if what == "mixed" else q
+    k = k.transpose(1, 2).contiguous().transpose(1, 2) if what == "turned" else k
+    pos = torch.arange(9, dtype=torch.int32 if what == "positions" else None)[None]
+    at = torch.arange(6, 9, dtype=torch.int32 if what == "queries' positions" else None)
+    lse, asked = torch.zeros(2, 2, 3), []
     for name in NAMES:
         monkeypatch.setattr(twin, name, lambda *_, name=name, **__: asked.append(name))
     mass, squares = torch.zeros(2, 2, 9), torch.zeros(2, 9)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,22 +107,22 @@ def test_without_threads_torch_reads_prompts_in_place_of_tiles(monkeypatch: Any)
     assert others.rows_attention == prefill.BF16.rows_attention
 
 
-@pytest.fixture
-def imitated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.MonkeyPatch]:
-    """torch says that it runs on another machine."""
-
-    def of(
-        machine: str, level: str, bf16: bool, vendor: str, tiles: bool, granted: bool = True
-    ) -> pytest.MonkeyPatch:
-        monkeypatch.setattr(choice, "vendor", lambda: vendor)
-        monkeypatch.setattr("platform.machine", lambda: machine)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: level)
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-        monkeypatch.setattr(torch.cpu, "_init_amx", lambda: granted)
-        return monkeypatch
-
-    return of
+def imitate(
+    monkeypatch: pytest.MonkeyPatch,
+    *how: Any,
+    granted: bool = True,
+) -> None:
+    """torch says that it runs on another machine. how: the columns of the table below."""
+    machine, level, tiles, bf16, vendor = how
+    for where, name, said in (
+        (choice, "vendor", vendor),
+        (platform, "machine", machine),
+        (torch.backends.cpu, "get_cpu_capability", level),
+        (torch.cpu, "_is_avx512_bf16_supported", bf16),
+        (torch.cpu, "_is_amx_tile_supported", tiles),
+        (torch.cpu, "_init_amx", granted),
+    ):
+        monkeypatch.setattr(where, name, lambda said=said: said)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +140,9 @@ def imitated(monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.MonkeyPatc
     ],
 )
 def test_the_class_is_what_torch_may_use(
-    machine: str, level: str, tiles: bool, bf16: bool, vendor: str, found: str, imitated: Any
+    machine: str, level: str, tiles: bool, bf16: bool, vendor: str, found: str, monkeypatch: Any
 ) -> None:
-    monkeypatch = imitated(machine, level, bf16, vendor, tiles)
+    imitate(monkeypatch, machine, level, tiles, bf16, vendor)
     assert choice.processor.__wrapped__() == found
     monkeypatch.setattr(choice, "processor", lambda: found)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bf16)
@@ -152,9 +152,9 @@ def test_the_class_is_what_torch_may_use(
     assert has_tiles.__wrapped__() == (found == "amx")
 
 
-def test_tiles_that_are_refused_are_not_there(imitated: Any) -> None:
+def test_tiles_that_are_refused_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, granted in ((True, True), (True, False), (False, False)):
-        imitated("x86_64", "AVX512", True, "GenuineIntel", there, granted)
+        imitate(monkeypatch, "x86_64", "AVX512", there, True, "GenuineIntel", granted=granted)
         assert choice.tiles_refused() == (there and not granted)
         assert (choice.processor.__wrapped__() == "amx") == (there and granted)
         assert has_tiles.__wrapped__() == (there and granted)

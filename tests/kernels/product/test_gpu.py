@@ -1,8 +1,4 @@
-"""Unpacking weights of four bits in Triton, against torch, on odd sizes, in NaN-guarded memory.
-
-Triton's interpreter runs these tests in a process of its own (test_interpreter.py). Where there is
-a CUDA device, they also run on it (marker `gpu`).
-"""
+"""Unpacking weights of four bits in Triton, against torch, on odd sizes, in NaN-guarded memory."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from triton_device import INTERPRETED, close, draw, guarded, kernel, on_device
 
 from minikv.models.linear import pack_int4_rows, unpack_int4_rows
@@ -24,21 +19,15 @@ BFLOAT16 = torch.bfloat16
 @pytest.mark.parametrize(("outputs", "group", "groups"), [(9, 32, 3), (48, 64, 1), (5, 128, 2)])
 @pytest.mark.parametrize("dtype", [BFLOAT16, torch.float32], ids=str)
 def test_unpacking_has_the_same_bits(outputs: int, group: int, groups: int, dtype: Any) -> None:
-    packed, scales, weight = four_bits(outputs, group, groups)
+    plain = draw(1, (outputs, group * groups), BFLOAT16)
+    packed = torch.empty((outputs, group * groups // 2), dtype=torch.uint8)
+    scales = torch.empty((groups, outputs, 2), dtype=BFLOAT16)
+    pack_int4_rows(plain, packed, scales)
+    weight = torch.empty_like(plain)
+    unpack_int4_rows(packed, scales, weight)
     out = guarded(torch.zeros((outputs, group * groups), dtype=dtype))
     kernel("product.gpu").unpack_int4_rows(guarded(packed), guarded(scales), out)
     if INTERPRETED:  # it cuts bfloat16 off, where a GPU rounds
         close(out, weight, 2**-7)
     else:
         assert torch.equal(out.cpu(), weight.to(dtype))
-
-
-def four_bits(outputs: int, group: int, groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed weights, their scales, and the weights that they stand for."""
-    weight = draw(1, (outputs, group * groups), BFLOAT16)
-    packed = torch.empty((outputs, group * groups // 2), dtype=torch.uint8)
-    scales = torch.empty((groups, outputs, 2), dtype=BFLOAT16)
-    pack_int4_rows(weight, packed, scales)
-    unpacked = torch.empty_like(weight)
-    unpack_int4_rows(packed, scales, unpacked)
-    return packed, scales, unpacked
