@@ -92,3 +92,12 @@ def test_a_flag_of_the_second_tier_works_and_is_completed() -> None:
     }
     done = invoke(prog_name="minikv", env=env)
     assert done.output.split() == ["--stride"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_a_narrow_terminal_gets_every_word(path: tuple[str, ...]) -> None:
+    """And a list of commands says what each does, not how it is typed."""
+    said = invoke(*path, "--help", env={"COLUMNS": "50", "TERM": "dumb"}).stdout
+    assert "…" not in said
+    commands = said.partition("Commands:")[2]
+    assert re.findall(r"^ +\w+ +minikv ", commands, re.MULTILINE) == []
