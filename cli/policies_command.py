@@ -52,7 +52,7 @@ def listed(call: Call) -> None:
     )
 
 
-@policies.command()
+@policies.command(short_help="The options of one method, and how it differs from its paper.")
 @command
 def show(
     call: Call,

@@ -86,7 +86,7 @@ def show(call: Call, name: Named) -> None:
     call.terminal.data("\n".join(lines).rstrip("\n"))
 
 
-@chats.command("rm")
+@chats.command("rm", short_help="Remove saved chats, with their documents and caches.")
 @command
 def remove(
     call: Call,

@@ -7,6 +7,7 @@ value (`<bool>`, `<list[str]>`), a word is shown instead; a switch has none.
 from __future__ import annotations
 
 from copy import copy
+from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 
 ALL = "--help-all"
+_NARROW = 64
+"""Help for fewer columns has no panels: their columns would be too narrow for flags and words."""
 _NAME = "help_all"
 _WORDS = {
     "<str>": "TEXT",
@@ -79,6 +82,8 @@ def _prepare(command: Command, ctx: Context) -> None:
     """Set the words that stand for values, and add --help-all to a command with hidden flags."""
     if any(param.name == _NAME for param in command.params):
         return
+    if isinstance(command, TyperCommand | TyperGroup) and get_terminal_size().columns < _NARROW:
+        command.rich_markup_mode = None
     shown = command.get_help_option(ctx)
     hidden = 0
     for param in command.params:

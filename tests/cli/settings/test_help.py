@@ -85,3 +85,12 @@ def test_what_json_prints_is_said_and_a_flag_of_the_second_tier_works() -> None:
     env = {"_MINIKV_COMPLETE": "complete_bash", "COMP_WORDS": "minikv chat --str"}
     done = invoke(prog_name="minikv", env=env | {"COMP_CWORD": "2"})
     assert done.output.split() == ["--stride"]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=" ".join)
+def test_a_narrow_terminal_gets_every_word(path: tuple[str, ...]) -> None:
+    """And a list of commands says what each does, not how it is typed."""
+    said = invoke(*path, "--help", env={"COLUMNS": "50", "TERM": "dumb"}).stdout
+    assert "…" not in said
+    commands = said.partition("Commands:")[2]
+    assert re.findall(r"^ +\w+ +minikv ", commands, re.MULTILINE) == []
