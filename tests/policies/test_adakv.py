@@ -1,11 +1,27 @@
-"""Ada-KV: which of its rules exclude each other. What heads get: `test_selection`, `test_parts`."""
+"""Ada-KV: no head is left nothing, and which rules exclude each other. Shares: `test_selection`."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from refusals import refused
+from small import engine, ids, network
+from views import kept
 
 from minikv import policies
+
+
+@pytest.mark.parametrize("name", ["l2+ada", "keydiff+ada", "h2o+ada", "expected+ada"])
+def test_no_head_is_left_nothing(name: str) -> None:
+    options: dict[str, object] = {"alpha": 0.0}
+    options |= {"recent_share": 0.0} if "h2o" in name else {"sinks": 0, "recent": 0}
+    for seed in range(4):
+        run = engine(network(seed=seed), name, "none", 4, prompt_options=options)
+        run.prompt(ids(80))
+        sizes = torch.tensor([*map(len, kept(run.kv))]).view(3, 3)
+        assert sizes.sum(1).tolist() == [12] * 3
+        assert int(sizes.min()) >= 1
+
 
 FLOOR = {"alloc": "floor"}
 

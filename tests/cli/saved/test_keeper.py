@@ -522,11 +522,14 @@ def killed_while_saving(name: str) -> None:
         db.execute("PRAGMA cache_size = 1")
         db.execute("BEGIN IMMEDIATE")
         db.execute("UPDATE document SET text = zeroblob(300000)")
+        db.execute("UPDATE cache SET data = zeroblob(length(data))")
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(killed, 0)
 
 
-def test_a_journal_that_names_a_file_does_not_delete_it(home: Path) -> None:
+def test_a_journal_that_names_a_file_does_not_delete_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(talked()).close()
     (home / "precious").write_text("precious")
     name, journal = str(home / "precious").encode(), home / "one" / "chat.db-journal"
@@ -540,15 +543,23 @@ def test_a_journal_that_names_a_file_does_not_delete_it(home: Path) -> None:
     assert listing()[0].name in ("one", "two")
     assert (home / "precious").read_text() == "precious"
     take_up(chat(), "two")  # the same journal without the name is rolled back
-    # SQLite would roll a killed save back in the file that the next `ask` put in its place.
-    keeper().keep_ask(talked())
+    # SQLite would roll a killed save back in the file that the next `ask` put in its place. The old
+    # file is whole until then.
+    old, session, fresh = talked(), talked(), chat()
+    keeper().keep_ask(old)
     killed_while_saving("last-ask")
-    session = talked()
     say(session, "And?")
-    keeper().keep_ask(session)
-    fresh = chat()
-    keeper(asks=True).load(fresh, "last-ask")
-    assert state(fresh) == state(session)
+    for fails, kept in ((True, old), (False, session)):
+        with monkeypatch.context() as full:
+            if fails:
+                full.setattr(os, "replace", failing(OSError(errno.EIO, "I/O")))
+            keeper().keep_ask(session)
+        one = keeper(asks=True)
+        one.load(fresh, "last-ask")
+        one.close()
+        assert state(fresh) == state(kept)
+        if fails:
+            killed_while_saving("last-ask")
 
 
 @pytest.mark.parametrize(
