@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 
-import pytest
-from lines import lines
+from tables import table
 
 from minikv.policies.pyramidkv import PyramidKV
 
 LINES = """
+given                 | rows
 # The last layer has the mean divided by beta. A mean of 40 outside the window: the last layer has
 # 40 / 4, the first 80 - 10.
 exact exact 4       5 48 4096 0 8     | 78 63 48 33 18
@@ -53,7 +53,7 @@ kvpress exact 4     3 40 70 1 0       | 70 40 10
 """line, rounding and beta; layers, budget, most, least and window | the rows of each layer."""
 
 
-@pytest.mark.parametrize(("given", "rows"), lines(LINES))
+@table(LINES)
 def test_lines_by_hand(given: str, rows: str) -> None:
     line, rounding, *numbers = given.split()
     beta, layers, budget, *limits = map(int, numbers)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import small
 import torch
-from lines import lines
 from refusals import refused
+from tables import table
 from views import build, choose, random_mass, view
 
 from minikv import policies
@@ -53,6 +53,7 @@ def test_the_names_of_a_flag_are_of_methods_that_it_can_use() -> None:
 
 
 DIVIDED = """
+name | shape | second
 full         | -                            | safe
 roco         | each head's own cap          | fades
 snapkv       | uniform                      | needs recall
@@ -68,7 +69,7 @@ kvzip        | one for all layers and heads | safe
 """
 
 
-@pytest.mark.parametrize(("name", "shape", "second"), lines(DIVIDED))
+@table(DIVIDED)
 def test_how_a_budget_is_divided_and_a_second_question_answered(
     name: str, shape: str, second: str
 ) -> None:
@@ -196,6 +197,7 @@ def test_no_line_of_a_part_names_an_option_with_another_default(info: Method) ->
 
 
 COMPOSE = """
+name | parts
 snapkv+ada              | snapkv ada
 adakv+pyramid           | snapkv pyramid ada
 h2o+adakv+pyramidkv     | h2o pyramid ada
@@ -213,7 +215,7 @@ kvcrush(kvzip+)         | kvzip kvcrush
 """
 
 
-@pytest.mark.parametrize(("name", "parts"), lines(COMPOSE))
+@table(COMPOSE)
 def test_names_compose(name: str, parts: str) -> None:
     made = build(name)
     assert small.parts(name) == tuple(parts.split())
@@ -244,6 +246,7 @@ def test_preset_names_are_rows_of_the_same_table() -> None:
 
 
 REFUSED = """
+name | says | hint
 h2o+snapkv      | 'snapkv' also says what a token is worth     |
 foo+ada         | 'foo' does not say what a token is worth     |
 full+ada        | 'full' does not say                          |
@@ -260,7 +263,7 @@ roco            | works only as `decode`                       | `stride=32` mak
 """The last hint is what `minikv plan` suggests."""
 
 
-@pytest.mark.parametrize(("name", "says", "hint"), lines(REFUSED))
+@table(REFUSED)
 def test_what_cannot_be_composed_is_refused(name: str, says: str, hint: str) -> None:
     error = refused("", find, name)
     assert says in str(error)
