@@ -6,30 +6,24 @@ import json
 import os
 from pathlib import Path
 
-from typed import invoke
-from typer.testing import Result
+from typed import fails, invoke
 
 from minikv.chat.report import size
 from minikv.models import BUNDLED
 
 
-def run(*arguments: str, code: int = 0) -> Result:
-    result = invoke(*arguments)
-    assert result.exit_code == code, result.stderr
-    return result
-
-
 def ask(*flags: str) -> tuple[str, int, str]:
     """The answer about the bundled sample, how many tokens were read, and what was told."""
     question, sample = "What does Halhart Works make?", str(BUNDLED / "sample.txt")
-    result = run("ask", question, sample, "--json", *flags)
+    result = invoke("ask", question, sample, "--json", *flags)
+    fails(result, 0)
     made = json.loads(result.stdout)
     return made["answer"], made["tokens"]["prompt_new"], result.stderr
 
 
 def test_the_second_question_about_a_document_reads_only_itself() -> None:
     home = Path(os.environ["MINIKV_HOME"]) / "cache/prompts"
-    assert "no prompt is kept" in run("cache").stderr
+    fails(invoke("cache"), 0, "no prompt is kept")
     answer, read, told = ask("--remember", "off")
     assert read > 6000
     assert not home.exists()
@@ -42,13 +36,13 @@ def test_the_second_question_about_a_document_reads_only_itself() -> None:
         assert read < 100
         assert answered == answer or "streaming" in flags
         assert "were read before" in told
-    _, line = run("cache").stdout.splitlines()
+    _, line = invoke("cache").stdout.splitlines()
     name, tokens, *shown = line.split()
     assert shown[:2] == size(sum(path.stat().st_size for path in home.glob("*/*"))).split()
     assert line.endswith("bundled  sample.txt")
-    planned = json.loads(run("plan", "--tokens", tokens, "--json").stdout)
+    planned = json.loads(invoke("plan", "--tokens", tokens, "--json").stdout)
     assert planned["remembered"] == sum(path.stat().st_size for path in home.glob("*/rows"))
-    assert "`minikv cache` lists them" in run("cache", "rm", "other", code=2).stderr
-    assert "removed 1 prompt" in run("cache", "rm", name, "--yes").stderr
+    fails(invoke("cache", "rm", "other"), 2, "`minikv cache` lists them")
+    fails(invoke("cache", "rm", name, "--yes"), 0, "removed 1 prompt")
     assert not [*home.iterdir()]
-    assert "nothing was removed" in run("cache", "rm", "--yes").stderr
+    fails(invoke("cache", "rm", "--yes"), 0, "nothing was removed")

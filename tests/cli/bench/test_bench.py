@@ -228,6 +228,8 @@ def test_all_is_steps_and_prompts(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     """The tables have at most 80 columns, and the file has what they show; --json alone means
     stdout."""
     assert _resume_alone(["bench", "decode", "--json"]) == ["bench", "decode", "--json=-"]
+    for kind in ("decode", "prefill", "all"):
+        assert _resume_alone(["bench", "--json", kind]) == ["bench", "--json=-", kind]
     named = ["bench", "decode", "--json", "out.json"]
     assert _resume_alone(named) == named
     monkeypatch.setitem(networks.SHAPES, "s", networks.find("tiny"))  # type: ignore[index]
