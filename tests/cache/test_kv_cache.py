@@ -549,6 +549,9 @@ def test_rows_are_forgotten_and_whole_turns_are_not() -> None:
     run = engine(network(), "full", "none", None)
     for turn in range(3):
         run.prompt(ids(20, seed=turn))
+    run.kv.cut(40)  # where a turn begins
+    assert run.kv.state.turns == ((0, 20), (20, 40))
+    run.prompt(ids(20, seed=2))
     run.kv.forget(45)
     assert (run.kv.position, run.kv.state.turns) == (0, ((0, 20), (20, 40)))
     assert run.kv.stats().allocated_bytes == 0
