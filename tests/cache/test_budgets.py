@@ -75,7 +75,6 @@ def values(option: policies.Option) -> st.SearchStrategy[object]:
     elif option.choices:
         some = st.sampled_from(option.choices)
     elif isinstance(default, int):
-        assert option.low is not None
         few = st.integers(int(option.low), int(option.low) + 36)
         some = few.map(lambda n: n | 1) if option.odd else few
     else:

@@ -41,7 +41,6 @@ class Redundant(StepPolicy):
         columns["seen"].add_(1.0)
 
     def score(self, view: StepView) -> Tensor:
-        assert view.keys is not None
         keys = view.keys(torch.arange(len(view.pos))).float()
         keys = (keys / keys.norm(dim=-1, keepdim=True)).masked_fill(view.pos[..., None] < 0, 0.0)
         return -(keys @ keys.sum(1)[..., None])[..., 0]

@@ -368,7 +368,6 @@ def test_after_an_error_in_cutting_the_cache_is_empty(monkeypatch: pytest.Monkey
 def test_a_shared_snapshot_holds_the_tiers_rows_too() -> None:
     """Of two recalls after it the second is not wanted, and what it added to the tier is not."""
     run = tiered(engine(network(), "snapkv", "roco", 44))
-    assert run.kv.tier is not None
     first = run.recall(ids(60))
     assert first.isfinite().all()
     before, held = run.kv.share(), run.kv.tier.length
@@ -550,6 +549,9 @@ def test_rows_are_forgotten_and_whole_turns_are_not() -> None:
     run = engine(network(), "full", "none", None)
     for turn in range(3):
         run.prompt(ids(20, seed=turn))
+    run.kv.cut(40)  # where a turn begins
+    assert run.kv.state.turns == ((0, 20), (20, 40))
+    run.prompt(ids(20, seed=2))
     run.kv.forget(45)
     assert (run.kv.position, run.kv.state.turns) == (0, ((0, 20), (20, 40)))
     assert run.kv.stats().allocated_bytes == 0

@@ -96,8 +96,6 @@ class Asks(Scorer):
         self.given: dict[int, list[Tensor]] = {}
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.attention is not None
-        assert view.lengths is not None
         self.given[view.layer] = [*view.attention(slice(0, len(view.pos)))]
         self.seen[view.layer] = replace(view, lengths=view.lengths.clone())
         return view.pos.float()
@@ -129,7 +127,6 @@ def test_each_query_and_the_length_of_its_input_are_shown(tokens: int) -> None:
         run.prompt(small.ids(tokens))
     assert {*scorer.seen} == {*states} == {0, 1, 2}
     for at, view in scorer.seen.items():
-        assert view.mass is not None
         given = torch.stack(scorer.given[at])
         assert given.shape == (3, 2, 5, tokens)
         torch.testing.assert_close(given.sum(3), torch.ones(3, 2, 5))
@@ -188,7 +185,6 @@ def test_a_prompt_attends_to_the_earlier_rows_that_are_held(
     if free is not None:
         arena.free_slot[layer, free] = arena.start[layer, free]
     earlier = EarlierRows.of(Kernels(), arena, arena.layout(), layer)
-    assert earlier is not None
     query = torch.randn(HEADS, 2, 4, SIZE, generator=random(1))
     out, lse = earlier.attention(Kernels(), query, torch.arange(50, 54), None)
     for h in range(HEADS):
@@ -210,7 +206,6 @@ class Later(Scorer):
         self.counts: list[int] = []
 
     def score(self, view: PromptView) -> Tensor:
-        assert view.queries is not None
         self.counts.append(view.queries.count)
         return view.pos.float()
 
@@ -238,7 +233,6 @@ def test_what_each_layer_lost_is_told(name: str, windows: tuple[int | None, ...]
     given: dict[int, list[dict[int, float]]] = {}
 
     def note(view: PromptView, scores: Tensor) -> None:
-        assert view.mass is not None
         mass = view.mass.mean(1).masked_fill(view.pos < 0, 0.0)
         mass = mass / mass.sum(1, keepdim=True)
         rows = zip(view.pos.tolist(), mass.tolist(), strict=True)

@@ -32,7 +32,6 @@ def test_a_policy_needs_a_budget_and_none_needs_none() -> None:
 
 def test_the_least_budget_has_room_for_pins_that_are_no_sinks() -> None:
     step = policies.step_policy("streaming")
-    assert step is not None
     assert step.sinks == 4
     made = rules("full", "streaming")
     assert [made.least(n) - made.least() for n in (0, 3, 4, 5, 20)] == [0, 0, 0, 1, 16]
@@ -61,7 +60,6 @@ def test_a_share_is_of_what_was_read_and_may_be_too_small() -> None:
 def test_layers_share_what_pyramidkv_says_and_a_window_bounds_it() -> None:
     made = rules("pyramidkv")
     totals = made.layer_totals(100, 500, SHAPE, 0)
-    assert totals is not None
     assert totals[1] == 2 * 20
     assert totals[0] > totals[2] > totals[3]
     assert rules("full").layer_totals(None, 500, SHAPE, 0) is None

@@ -170,7 +170,6 @@ def test_scores_are_those_of_a_full_softmax(
     assert heard.texts[1:] == texts(ids(60), sinks, chunk)
     worth = oracle(net, heard, 60, sinks, chunk, name == "kvzip+")
     for layer, view in seen.items():
-        assert view.peak is not None
         window = net.config.windows[layer]
         assert torch.equal(view.live, torch.arange(60).expand_as(view.pos) > 60 - (window or 99))
         torch.testing.assert_close(view.peak.double(), worth[layer], rtol=2e-4, atol=1e-6)
@@ -253,8 +252,6 @@ def test_a_later_text_is_scored_beside_the_first() -> None:
     rows = []
     for layer, view in seen.items():
         mine = first[layer]
-        assert mine is not None
-        assert view.peak is not None
         for h in range(3):
             for p, new in zip(view.pos[h].tolist(), view.peak[h].tolist(), strict=True):
                 if p >= 0:

@@ -104,7 +104,6 @@ def test_a_staged_tier_is_the_same_as_one_that_is_the_staging_buffer(coded: bool
     net, found = small.network(layers=3), []
     for staged, copies in ((False, None), (True, None), (True, Log())):
         run = tiered(small.engine(net, "adakv", "roco", 60), coded=coded and staged, staged=staged)
-        assert run.kv.tier is not None
         run.kv.tier._copies = copies or run.kv.tier._copies
         logits = talk(run, 3, small.ids(150))
         found.append((logits, kept(run.kv)))
@@ -147,7 +146,6 @@ def test_no_failure_changes_the_tier_or_the_rows() -> None:
     whole = first + small.ids(4) + small.ids(30, seed=1)
     want = twin.recall(whole)
     tier = run.kv.tier
-    assert tier is not None
     before = contents(run.kv.arena)
     rows = [tier.rows.read(i, 120)["k"].clone() for i in range(2)]
     failed = 0
@@ -291,7 +289,6 @@ def test_a_lent_tier_gives_its_rows_and_keeps_none(in_file: bool, tmp_path: Path
     run.recall(ids[:120])
     run.recall(ids)
     tier = run.kv.tier
-    assert tier is not None
     before = rows_of(tier)
     lent = Tier(tier.shape, tier.dtype, tier.device, rows=tier.rows, lent=True)
     other.kv.tier, lent.length = lent, 100
@@ -335,7 +332,6 @@ def test_steps_are_those_of_a_cache_without_eviction(
     ids, more = small.ids(150), small.ids(90, seed=4)
     run.recall(list(ids))
     tier = run.kv.tier
-    assert tier is not None
     before = rows_of(tier)
     dense = small.Dense(net)
     want = [dense.prompt(ids), *(dense.step(token) for token in more)]

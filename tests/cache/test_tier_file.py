@@ -141,7 +141,6 @@ def test_a_layer_is_read_while_the_one_before_is_used_and_checked_once(
         for layer in range(LAYERS):
             rows.read(layer, 120)
             assert sum(runtime.held.values()) == 2 * 120 * ROW // LAYERS
-            assert rows._last is not None
             rows._last.result()
             assert sorted(set(read)) == [*range(min(layer + 2, LAYERS))]
         assert read == sorted(read)
@@ -169,8 +168,6 @@ def test_a_file_gives_what_ram_gives_bit_for_bit(
         for rows in (None, made)
     )
     one, two = ram.kv.tier, disk.kv.tier
-    assert one is not None
-    assert two is not None
     ids = small.ids(150)
     for turn in range(5):
         if turn == 2:
@@ -229,7 +226,6 @@ class Chat:
         if tier is None:
             self.run.reset()
             return self.run.prompt(ids), 0
-        assert self.rows is not None
         tier.ids = ids
         tier.truncate(shared(self.rows.ids, ids))
         had = tier.length
@@ -289,7 +285,6 @@ def talked(tmp_path_factory: pytest.TempPathFactory) -> Path:
         right(chat, ids)
         right(other, [*small.ids(60, seed=9), *ids][: len(ids)])
         if turn == 1:
-            assert chat.rows is not None
             chat.rows.sync()
             shutil.copytree(folder / "tier.kv", folder / "old")
     chat.end()
@@ -435,7 +430,6 @@ def test_whenever_a_process_is_killed_answers_are_right(
         monkeypatch.setattr(os, name, looking(getattr(os, name), name == "pwritev"))
     for ids in TALK:
         right(chat, ids)
-    assert chat.rows is not None
     chat.rows.sync()
     monkeypatch.undo()
     given = set()

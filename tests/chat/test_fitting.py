@@ -50,7 +50,6 @@ def test_the_largest_budget_of_two_digits_that_fits_is_taken(eviction: EvictionC
         if rows:
             step = 10 ** (len(str(rows)) - 2)
             now, more = (one.needs(eviction.under(n), tokens, 64) for n in (rows, rows + step))
-            assert now is not None
             assert max(now) <= usable(free) or rows == USEFUL
             assert rows == USEFUL or rows % step == 0
             assert rows + step >= tokens or (more is not None and max(more) > usable(free))
@@ -72,7 +71,6 @@ def test_a_tier_in_the_caches_own_memory_counts_only_where_something_is_evicted(
     one = machine(beside=lambda tokens: here)
     for rows, more in ((0, 0), (1000, here)):
         without, beside = (each.needs(ADAKV.under(rows), 6000, 8) for each in (machine(), one))
-        assert without is not None
         assert beside == (without[0] + more, without[1] + more)
 
 

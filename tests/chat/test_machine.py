@@ -299,7 +299,6 @@ class Machine:
         except MinikvError as error:
             self.refused(("ask", question, 3, 0.8), error, before)
             return
-        assert session.report is not None
         report = session.report
         tokens = 0 if report.stop_reason == "user" and not report.tokens.generated else 3
         self.script.append(("ask", question, tokens, 0.8))
@@ -322,7 +321,6 @@ class Machine:
         except MinikvError as error:
             self.refused(op, error, before)
             return
-        assert session.report is not None
         if session.report.stop_reason == "user":
             op = ("ask", question, session.report.tokens.generated, *op[3:])
         self.script.append(op)
@@ -606,7 +604,6 @@ class Chats(RuleBasedStateMachine):
 
     @property
     def m(self) -> Machine:
-        assert self.machine is not None
         STEPS["steps"] += 1
         return self.machine
 

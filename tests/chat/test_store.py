@@ -332,7 +332,6 @@ def test_shared_rows_of_several_files_may_be_cut(folder: Path, tmp_path: Path) -
     session.pending.clear()
     assert told(session, "Why?", LONG)[:2] == anew("Why?", LONG)
     rows = session.recall.file
-    assert rows is not None
     rows.sync()
     assert FileRows.open(Path(shutil.copytree(path, tmp_path / "copy"))).rows == rows.rows
     leave(session)

@@ -29,7 +29,6 @@ def asked(*questions: str, tokens: int = 12, temperature: float = 0.7, **given: 
 def state(session: ChatSession) -> tuple[Any, ...]:
     """All that a chat is made of, bit by bit, but for what is known of the last answer."""
     arena, tier = session.engine.kv.arena, session.recall.tier
-    assert tier is not None
     rows = [
         {name: column.tolist() for name, column in tier.rows.read(i, tier.length).items()}
         for i in range(2)
@@ -60,7 +59,6 @@ def test_it_is_what_a_full_cache_answers(questions: tuple[str, ...], temperature
     before = state(session)
     text = "".join(session.verify())
     found, report = session.verified, reported(session)
-    assert found is not None
     assert list(found.tokens) == full_answer(session, 12, temperature)[: len(found.tokens)]
     assert (found.text, found.complete) == (text, True)
     mine = session.log.ids[-report.tokens.generated :]
@@ -97,7 +95,6 @@ def test_a_stop_in_the_middle_and_an_error_leave_the_chat_as_it_was(
     before = state(session)
     list(session.verify(progress=lambda done, total: session.cancel() if done == 3 else None))
     found = session.verified
-    assert found is not None
     assert (found.complete, found.differs, found.same) == (False, False, 3)
     assert not reported(session).against_full.checked
     assert state(session) == before

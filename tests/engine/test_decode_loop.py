@@ -382,7 +382,6 @@ def test_a_captured_step_writes_what_the_host_writes(step: str, kernels: str) ->
         run.write(4, forced=turn)
         run.agree()
     writer = two._loop
-    assert writer is not None
     assert isinstance(writer._capture, CudaGraphs)
     assert writer.captured
 

@@ -98,7 +98,6 @@ def test_a_stop_at_every_step_of_an_answer(name: str, part: float) -> None:
         assert list(answer) == []
         sound(chat)
         report = chat.report
-        assert report is not None
         "".join(plain.ask("Who?", report.tokens.generated, 0.8))
         if report.stop_reason == "user":
             assert report.tokens.generated == written
