@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from test_hub import REPO, FakeHub, cache, files, put_in_cache
+from test_hub import REPO, FakeHub, cache, files, put_in_cache, written
 from typed import fails, invoke
 
 
