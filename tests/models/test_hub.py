@@ -60,13 +60,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """A small sharded model with a tokenizer file; no test may change them. It is made before a
-    test takes the hub away: transformers looks for it when it is imported."""
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """A small sharded model with a tokenizer file. It is made before a test takes the hub away:
+    transformers looks for it when it is imported."""
     folder = tmp_path_factory.mktemp("model")
     write(Spec(layout="sharded"), folder)
     (folder / "tokenizer.json").write_text("{}")
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def files(written: dict[str, bytes]) -> dict[str, bytes]:
+    return dict(written)
 
 
 class FakeHub:

@@ -32,7 +32,7 @@ from minikv.models.tokenizer_json import byte_level
 from minikv.models.vocabulary import TokenSearch, check_added
 
 STRINGS = 25_000
-KINDS = ["v3", v.legacy_json, v.byte_level_json]
+KINDS: Any = {"pieces": ["v3"], "words": [v.legacy_json, "v3"], "bytes": [v.byte_level_json]}
 Read = Callable[..., Tokenizer]
 
 
@@ -97,11 +97,6 @@ def tekken_ids(file: Path) -> Callable[[str], list[int]]:
     return lambda text: vendor.encode(text, bos=False, eos=False)
 
 
-def made(make: Any) -> Tokenizer:
-    """The tokenizer of version 3, or of Llama 3 in bytes."""
-    return loaded.tokenizer(make, *(("v3",) if make in (v.legacy_json, v.first_json) else ()))
-
-
 @pytest.mark.soak
 @pytest.mark.parametrize("version", v.REAL)
 def test_all_real_vocabularies_give_the_vendors_ids(read: Read, version: str) -> None:
@@ -153,7 +148,8 @@ def test_texts_that_others_read_differently() -> None:
     assert "\u0109" in words.decode(words.encode("a\u0109b"))
     # Lone surrogates are replaced.
     assert well_formed("a\udcffb\ud83d\ude00c\ud83d") == "a\ufffdb😀c\ufffd"
-    for one in map(made, KINDS):
+    for kind in KINDS.values():
+        one = loaded.tokenizer(*kind)
         assert one.decode(one.encode("a\udcffb\ud83d\ude00")) == "a\ufffdb😀"
     # User-defined pieces that the vendor's tokenizer makes from text; a document must not.
     tokenizer, tag = loaded.tokenizer("v3"), "[REFERENCE_DOC_3]"
@@ -644,9 +640,9 @@ def test_settings_that_alter_texts_are_off(read: Read) -> None:
     assert read(data).encode(text) == plain == v.vendor("v1").encode(text)
 
 
-@pytest.mark.parametrize("make", KINDS)
-def test_ids_outside_the_vocabulary_have_no_text(make: Any) -> None:
-    tokenizer = made(make)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_outside_the_vocabulary_have_no_text(kind: str) -> None:
+    tokenizer = loaded.tokenizer(*KINDS[kind])
     ids = tokenizer.encode("Hello world")
     beyond = [-1, -tokenizer.vocab, tokenizer.vocab, tokenizer.vocab + 99, 1 << 40]
     assert tokenizer.decode(beyond) == ""
@@ -654,12 +650,12 @@ def test_ids_outside_the_vocabulary_have_no_text(make: Any) -> None:
     assert tokenizer.decode([*beyond, *ids, *beyond, *special]) == "Hello world"
 
 
-@pytest.mark.parametrize("make", [*KINDS, None])
-def test_where_sentences_end(make: Any) -> None:
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_where_sentences_end(kind: str | None) -> None:
     """Not within a number, nor with a line; with the quotes and brackets behind a stop, however
     they are divided; before a control token also without a stop."""
     texts = "It cost 3.50 in v1.2.", " Was it dear?", ' ("No!")', " It was\nnot.\n", " So\n\n", "or"
-    tokenizer = made(make) if make else models.load(None).tokenizer
+    tokenizer = loaded.tokenizer(*KINDS[kind]) if kind else models.load(None).tokenizer
     ids = tokenizer.encode("".join(texts))
     ended = tokenizer.sentence_ends([*ids, min(tokenizer.stop_ids)])
     cuts = [0, *(at for at, ends in enumerate(ended, 1) if ends)]
