@@ -241,7 +241,8 @@ def _several(
     if not texts:
         reason = f"all of it was skipped: {skipped}" if skipped else "it is empty"
         raise UsageError(f"no text in {shown}: {reason}")
-    count = f"{amount(len(texts), 'document')}, in the order of their paths"
+    order = ", in the order of their paths" if len(texts) > 1 else ""
+    count = f"{amount(len(texts), 'document')}{order}"
     notes = [f"{shown}: {count}" + (f"; skipped {skipped}" if skipped else "")]
     notes += [f"  {text.name}: {text.facts}" for text in texts[:LISTED]]
     return texts, notes + [f"  and {len(texts) - LISTED:,} more"] * (len(texts) > LISTED)

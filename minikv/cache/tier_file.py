@@ -505,9 +505,7 @@ def _as_tier_error(path: Path, rows: int | None = None) -> Iterator[None]:
     try:
         yield
     except NotADirectoryError:
-        raise TierError(
-            f"{path.name} is not a directory (earlier versions wrote one file)", rows
-        ) from None
+        raise TierError(f"an earlier version wrote {path.name}, as one file", rows) from None
     except OSError as error:
         raise TierError(f"{path.name}: {error.strerror or error}", rows) from None
 

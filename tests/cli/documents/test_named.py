@@ -214,3 +214,8 @@ def test_a_line_is_there_before_the_next_one_comes(monkeypatch: pytest.MonkeyPat
             pipe.write(f"{question}\r\n".encode("utf-16-le"))
             assert next(lines) == question.strip("\ufeff")
             assert stream.peek(1) == b""
+
+
+def test_one_document_has_no_order(tmp_path: Path) -> None:
+    _, notes = read([str(tree(tmp_path, "a.txt"))], Terminal())
+    assert notes == [f"{tmp_path}: 1 document", "  a.txt: 5 characters"]

@@ -339,7 +339,7 @@ def test_a_damaged_part_is_read_again_and_said_in_one_line(
     assert (again.fed, again.pending_token is None) == (twin[0][1], False)
     assert unread(again, "Then?") == twin[1]
     if at == "earlier":
-        assert "tier.kv is not a directory (earlier versions wrote one file)" in said[0]
+        assert "an earlier version wrote tier.kv, as one file" in said[0]
         keeper, _ = OPEN[-1]
         keeper.save(again)  # in place of the old file
         _, third = resumed("one")
