@@ -479,6 +479,8 @@ def _layer(plan: Plan, setup: Setup, layer: int, state: int) -> int:
         copied = early if not coded and is_listed(held, layer) else 0
         vectors = max(_keys(copied, setup), _vectors(setup, rows, copied, later=early > 0))
         scored = len(evidence.copies) * copies + vectors if evidence.copies else 0
+        if evidence.queries_from is not None:  # covariances, or what they are made of
+            scored = max(scored, 24 * shape.heads * size**2)
         projected = 0
         if evidence.projects:
             values = min(_PROJECTED, some * rows)
@@ -520,10 +522,9 @@ def _vectors(setup: Setup, rows: int, copies: int = 0, *, later: bool = False) -
             found += largest_block(heads, group * evidence.observe * rows, most)
             found += 2 * evidence.observe * block // shape.head_dim
         found += (2 * shape.heads + 3 * heads) * rows
-        if learnt:  # covariances, or what they are made of
-            square = shape.heads * shape.head_dim**2
+        if learnt:
             found += some * each if setup.dtype.itemsize < 4 else 0
-            return 4 * max(6 * square, found + square)
+            found += shape.heads * shape.head_dim**2  # covariances
     elif evidence.norms:
         one, square = evidence.norms == "one", shape.head_dim**2
         matrix = group * shape.head_dim * (shape.heads * shape.head_dim)  # a head's part of W_O

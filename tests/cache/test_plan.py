@@ -51,7 +51,8 @@ def test_a_later_prompt_that_fits_behind_the_rows_of_before_stays_there(
     start, room = torch.arange(4).view(2, 2) * capacity, torch.full((2, 2), capacity)
     before = RowsBefore(Layout(start, full, room, full, full * 0 - 1), [60] * 2, 4 * capacity)
     budget = None if policy == "full" else 40
-    rules = EvictionConfig.read(policy, "auto" if stride else "none", budget, stride=stride).rules()
+    step = "auto" if stride else "none"
+    rules = EvictionConfig.read(policy, step, budget or "auto", stride=stride).rules()
     turns = [(0, 30 + tokens)]
     prompt = Prompt(position=30, tokens=tokens, rows=budget, room=10, turns=turns)
     setup = Setup(shape, rules, torch.float32, torch.float32)
@@ -174,21 +175,6 @@ CASES: list[Case] = [
     ("expected", "none", 0, None, NOTHING, (8, 4)),  # covariances are the most
 ]
 
-# A later prompt is planned further above what was measured: keys, values and covariances do not
-# exist at once.
-LOOSE = {("expected", "none", 0, None, NOTHING, (8, 4)): (1.05, 1.08)}
-# To the byte, where the least of what is added up is far below the tolerance: of each prompt.
-EXACT = {
-    ("expected", "none", 0, None, NOTHING): (6_002_176, 9_588_336),
-    ("expected", "none", 0, None, NOTHING, (8, 4)): (13_402_624, 20_702_944),
-    ("expected", "none", 0, None, NOTHING, (8, 1), 300, torch.bfloat16): (6_089_216, 9_758_816),
-    ("roco", "auto", 32, None, NOTHING): (3_063_744, 4_331_968),
-    ("hashevict", "auto", 32, None, NOTHING): (3_082_816, 4_327_616),
-    ("kvzip", "h2o", 0, torch.int8, NOTHING): (10_673_896, 9_169_292),
-    ("kvzip", "h2o", 0, None, SLIDING): (16_048_416, 13_955_720),
-    ("kvzip+critical", "none", 0, None, NOTHING, (2, 4)): (7_372_800, 7_804_600),
-}
-
 
 def cache(
     policy: str,
@@ -211,12 +197,12 @@ def cache(
     return made
 
 
-def keeps_its_promise(kv: KVCache, most: int, bound: float = 1.05, beside: int = 0) -> None:
+def keeps_its_promise(kv: KVCache, most: int, beside: int = 0) -> None:
     """The record of the last prompt, against what was measured, without a chunk's own output.
     beside: bytes of a tier in RAM, which is counted apart."""
     planned = kv.peak + beside
     chunk = 2 * CHUNK * kv.shape.heads * kv.shape.head_dim * 4
-    assert most - chunk <= planned <= bound * most, planned / most
+    assert most - chunk <= planned <= 1.05 * most, planned / most
 
 
 def in_file(kv: KVCache, path: Path, *, coded: bool = False) -> FileRows:
@@ -237,11 +223,10 @@ def in_file(kv: KVCache, path: Path, *, coded: bool = False) -> FileRows:
 )
 def test_no_more_exists_at_once_than_planned_and_hardly_less(case: Case) -> None:
     """Of a first prompt and of a later one."""
-    kv, loose = cache(*case), LOOSE.get(case, (1.05, 1.05))
+    kv = cache(*case)
     for turn, tokens in enumerate((1600, 1200)):
         begin = partial(kv.begin, tokens, 20)
-        keeps_its_promise(kv, measured(kv, begin, tokens, turn), loose[turn])
-        assert case not in EXACT or kv.peak == EXACT[case][turn]
+        keeps_its_promise(kv, measured(kv, begin, tokens, turn))
 
 
 @pytest.mark.parametrize(("heads", "block"), [((4, 2), 1 << 12), ((8, 4), GPU_BLOCK)])
