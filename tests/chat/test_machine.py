@@ -166,6 +166,8 @@ def apply(session: ChatSession, op: Op) -> None:
         session.restore(replace(snapshot, held=None))
         if given:  # but it is known where its turns begin
             session.engine.kv.state = replace(session.engine.kv.state, turns=turns)
+    elif name == "turns":
+        session.engine.kv.state = replace(session.engine.kv.state, turns=given[0])
     else:
         raise AssertionError(name)
 
@@ -387,7 +389,10 @@ class Machine:
         self.script, cut = self.script[:at], bool(session.fed)
         if not cut and count > turns:  # the cache may be gone, never be another one
             self.script.append(("forget", "undone"))
-        twin = self.twin()
+        twin, known = self.twin(), session.engine.kv.state.turns
+        if known != twin.engine.kv.state.turns:
+            # What is gone had read everything again, as one turn: where older ones began is lost.
+            self.script.append(("turns", known))
         for document in pending:
             if document not in twin.pending:
                 self.script.append(("attach", document.text, document.name))
