@@ -26,6 +26,7 @@ ELSEWHERE = {
     "minikv/policies/critical.py": "policies/test_selection.py",
     "minikv/policies/expected.py": "policies/test_fixtures.py",
     "minikv/policies/nacl.py": "policies/test_selection.py",
+    "minikv/policies/some_heads.py": "policies/test_rkv.py",
     "minikv/policies/streaming.py": "policies/test_fixtures.py",
     "minikv/policies/global_span.py": "policies/test_span.py",
     "minikv/settings.py": "cli/settings/test_settings.py",

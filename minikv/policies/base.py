@@ -29,14 +29,7 @@ T = TypeVar("T")
 ALL = 1 << 62
 """A number of observed queries that means every query of the prompt."""
 
-SURE = 1e19
-"""A score from here on only ranks a row above others; `Span` does not pass it on."""
-
-AT_ONCE = 1 << 20
-"""About how many numbers of keys or values `StepView.by_heads` computes with at once."""
-
 Columns = Mapping[str, Tensor]
-"""Columns by their names."""
 
 Visible = Callable[[], Tensor]
 """Returns how many rows a query saw; computed on demand."""
@@ -134,16 +127,6 @@ class PromptView:
         heads = torch.arange(len(self.pos), device=self.pos.device)[:, None]
         return uniform(seed, self.layer, heads, self.position, self.pos)
 
-    def each_query(self, make: Callable[[Tensor, slice], Tensor]) -> Tensor:
-        """The results of `make` for all heads; it is called with the `attention` of some heads and
-        their slice."""
-        assert self.attention is not None
-        assert self.mass is not None
-        seen, each = self.attention, self.mass[0].numel() * self.observed
-        return selection.in_blocks(
-            len(self.mass), each, self.ops.block, lambda some: make(seen(some), some)
-        )
-
     def once(self, key: object, make: Callable[[], T], *, shared: bool = False) -> T:
         """The result of `make`, computed at the first call with this key. shared: the same for
         other layers of the prompt."""
@@ -212,25 +195,6 @@ class StepView:
         each = torch.arange(len(self.pos), device=self.pos.device)[:, None]
         layer, head = self.layer + each // self.heads, each % self.heads
         return uniform(seed, layer, head, self.position, self.pos)
-
-    def by_heads(
-        self,
-        read: Callable[[Tensor], Tensor],
-        make: Callable[[Tensor, Tensor], Tensor],
-        wide: int = 0,
-    ) -> Tensor:
-        """float32 [F, N]: the results of `make` for some heads at a time: it is called with the
-        indices of the heads int64 [f], and with `read` of these, as float32 [f, N, D]. If values
-        may be read, it is not called for heads that cannot evict; these have 0. wide: how many
-        numbers `make` computes with for each row, if they are more than D."""
-        found = torch.zeros(self.pos.shape, device=self.pos.device)
-        heads = torch.arange(len(found), device=found.device)
-        if self.readable:
-            heads = (self.pos >= 0).any(1).nonzero()[:, 0]
-        each = found.shape[1] * max(wide, read(heads[:0]).shape[-1])
-        for part in torch.split(heads, max(1, AT_ONCE // each)):
-            found[part] = make(part, read(part).float())
-        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,8 +325,7 @@ class StepPolicy(ABC):
     prompt_history: int = 0
 
     def for_prefill(self) -> StepPolicy:
-        """The policy to use while a prompt is read in blocks (`BlockPrefill`). By default this
-        one."""
+        """The policy while a prompt is read in blocks (`BlockPrefill`): by default this one."""
         return self
 
     @property
@@ -403,8 +366,7 @@ class StepPolicy(ABC):
         """
 
     def learnt_size(self, group: int, size: int) -> int:
-        """For a policy that `learns`: how many numbers it keeps of each head, for G query heads of
-        D = `size` numbers."""
+        """How many numbers a policy that `learns` keeps of each head: G = `group`, D = `size`."""
         raise NotImplementedError
 
     def learn(self, learnt: Tensor, queries: Tensor) -> None:

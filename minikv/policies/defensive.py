@@ -18,6 +18,7 @@ from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_norms
+from minikv.policies.some_heads import by_query
 
 _QUERIES = 8  # at least this many queries are pooled at once
 
@@ -64,8 +65,9 @@ class Defensive(Scorer):
         # Rows are pooled with their neighbours in the text; rows that are not free come last.
         order = view.pos.masked_fill(gone, torch.iinfo(view.pos.dtype).max)
         order = order.argsort(dim=1, stable=True)
-        line = view.each_query(
-            lambda p, some: worst_case(p, order[some], free[some], self.kernel, view.ops.block)
+        line = by_query(
+            view,
+            lambda p, some: worst_case(p, order[some], free[some], self.kernel, view.ops.block),
         )
         risk = torch.empty_like(line).scatter_(1, order, line)
         mean = risk.sum(1, keepdim=True) / have[:, None].clamp(min=1)

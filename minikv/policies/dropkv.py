@@ -15,6 +15,7 @@ from minikv.policies import options
 from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.selection import blocks, joined, pool
+from minikv.policies.some_heads import by_query
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class DropKV(Scorer):
             rows = value[some].float().masked_fill(gone[some], 0.0)
             return output_changes(p, rows, self.epsilon, most)
 
-        change = joined(view.each_query(changes), self.group)
+        change = joined(by_query(view, changes), self.group)
         return pool(change, view.order, self.free(view), self.kernel, self.pooling)
 
     differs = (

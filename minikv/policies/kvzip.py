@@ -24,11 +24,12 @@ from torch import Tensor
 
 from minikv.kernels import Queries
 from minikv.policies import options
-from minikv.policies.base import SURE, Evidence, PromptView, Scorer
+from minikv.policies.base import Evidence, PromptView, Scorer
 from minikv.policies.options import Method, option
 from minikv.policies.outputs import output_lengths
 from minikv.policies.parts import GlobalBudget
 from minikv.policies.repeats import Repeat, RepeatView, Wording
+from minikv.policies.selection import SURE
 
 _COLUMN = "worth"
 _LEAST = 1e-30  # smallest score of a scored row; 0 means not scored

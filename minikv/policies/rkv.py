@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minikv.errors import UsageError
-from minikv.policies import base, options
+from minikv.policies import options, some_heads
 from minikv.policies.base import Columns, StepPolicy, StepView, Visible
 from minikv.policies.options import Method, option
 from minikv.policies.selection import order_of, pool
+from minikv.policies.some_heads import by_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +141,7 @@ def redundancy(view: StepView, threshold: float) -> Tensor:
         mean = sums(unit, pos, threshold) / exists.sum(1, keepdim=True).clamp(min=1)
         return mean.masked_fill(~exists, -torch.inf).softmax(1).masked_fill(~exists, 0.0)
 
-    return view.by_heads(view.keys, means, wide=view.pos.shape[1])
+    return by_heads(view, view.keys, means, wide=view.pos.shape[1])
 
 
 def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
@@ -151,7 +152,7 @@ def sums(unit: Tensor, pos: Tensor, threshold: float) -> Tensor:
     """
     heads, wide = pos.shape
     total = torch.zeros((heads, wide), device=unit.device)
-    rows = max(1, base.AT_ONCE // max(1, heads * wide))
+    rows = max(1, some_heads.AT_ONCE // max(1, heads * wide))
     for lo in range(0, wide, rows):
         cosine = unit[:, lo : lo + rows] @ unit.transpose(1, 2)  # [f, rows, N]
         cosine.diagonal(lo, 1, 2).zero_()

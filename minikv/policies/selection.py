@@ -15,6 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SURE = 1e19
+"""A score from here on only ranks a row above others; `Span` does not pass it on."""
+
+
 _FINEST = 10**7  # denominators up to here leave room in 64 bits for 10^7 rows and 64 heads
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from minikv.policies.base import SURE, Evidence, PromptView
+from minikv.policies.base import Evidence, PromptView
 from minikv.policies.options import option
-from minikv.policies.selection import in_order, out_of_order, ranked
+from minikv.policies.selection import SURE, in_order, out_of_order, ranked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

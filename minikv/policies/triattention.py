@@ -23,6 +23,7 @@ from torch import Tensor
 from minikv.policies import options
 from minikv.policies.base import StepPolicy, StepView
 from minikv.policies.options import Method, option
+from minikv.policies.some_heads import by_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class TriAttention(StepPolicy):
                 worth += rest[some] @ pair_lengths(key).transpose(1, 2)
             return standardised(worth, view.free[some, None]).amax(1)
 
-        return view.by_heads(view.keys, worths).nan_to_num_(0.0, 0.0, 0.0)
+        return by_heads(view, view.keys, worths).nan_to_num_(0.0, 0.0, 0.0)
 
     def _turn(self, view: StepView) -> tuple[Tensor, Tensor]:
         """Cosine and sine float32 [F, D / 2] of each head's layer, their mean over the positions

@@ -20,6 +20,7 @@ from minikv.policies import options, selection
 from minikv.policies.base import Columns, PromptView, StepPolicy, StepView, Visible
 from minikv.policies.counter_rng import gumbel
 from minikv.policies.options import Method, option
+from minikv.policies.some_heads import by_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ def ranges(view: StepView) -> Tensor:
     """float32 [F, N]: the largest minus the smallest number of each row's value. May be anything
     where `view.pos` is -1."""
     assert view.values is not None
-    found = view.by_heads(view.values, lambda _, v: v.amax(-1) - v.amin(-1))
+    found = by_heads(view, view.values, lambda _, v: v.amax(-1) - v.amin(-1))
     return found.nan_to_num_(0.0, 0.0, 0.0)
 
 

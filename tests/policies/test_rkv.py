@@ -25,7 +25,7 @@ from minikv.cache.stats import Shape
 from minikv.chat.eviction_config import EvictionConfig
 from minikv.engine.engine import Engine
 from minikv.kernels.dispatch import Kernels
-from minikv.policies import base, rkv
+from minikv.policies import rkv, some_heads
 from minikv.policies.base import StepView
 from minikv.policies.rkv import RKV, redundancy, sums
 
@@ -249,7 +249,7 @@ def test_no_temporary_outgrows_the_block(
     pos = torch.stack([torch.randperm(wide, generator=g) for _ in range(heads)])
     seen = asked(made(), wide, pos, {}, count=2, keys=lambda heads: keys[heads])
     want = redundancy(seen, 0.3)
-    monkeypatch.setattr(base, "AT_ONCE", block)
+    monkeypatch.setattr(some_heads, "AT_ONCE", block)
     assert heads * wide * max(wide, size) > block
     with Largest() as largest:
         got = redundancy(seen, 0.3)

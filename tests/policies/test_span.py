@@ -10,8 +10,8 @@ import torch
 from views import build, looked
 
 from minikv.policies import find, step_policy
-from minikv.policies.base import SURE, PromptView
-from minikv.policies.selection import ranked
+from minikv.policies.base import PromptView
+from minikv.policies.selection import SURE, ranked
 from minikv.policies.span import carry
 
 
