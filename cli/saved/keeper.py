@@ -224,7 +224,7 @@ class Keeper:
         if found and saved.name == LAST:
             raise UsageError(
                 f"the last ask does not belong to this run: {found}",
-                "-c continues it as it was: leave that flag out, or ask anew without -c",
+                "-c continues it as it was: leave that flag out, or ask again without -c",
             )
         if found and not spare:
             raise UsageError(

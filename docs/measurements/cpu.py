@@ -171,7 +171,8 @@ def statistics(repeat: int) -> list[dict[str, Any]]:
 def products(repeat: int) -> list[dict[str, Any]]:
     """A matrix [4096, 4096] times so many rows, in turns: in bfloat16, packed weights that are
     unpacked ("unpacked": torch's kernel for few rows), and products of integers. Different weights
-    follow each other, more than the caches hold. One row stands beside a plain read of the bytes.
+    follow each other, more than the caches hold. One row is compared with a plain read of the
+    bytes.
     """
     made = []
     weights = [torch.randn(COLUMNS, COLUMNS).to(torch.bfloat16) for _ in range(4)]

@@ -4,8 +4,8 @@
 
 The loss is the bundled model's, on fresh documents: each form beside bfloat16 and float32. The
 products are those of a random Llama of 160 million parameters (S) and of TinyLlama's shape (M):
-each form, torch's `F.linear` and oneDNN's prepacked product take turns within one run, and beside
-them stands a plain sum over the same weights, which is what reading them costs.
+each form, torch's `F.linear` and oneDNN's prepacked product take turns within one run, with a
+plain sum over the same weights, which shows the cost of reading them.
 """
 
 from __future__ import annotations

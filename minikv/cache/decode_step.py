@@ -78,7 +78,7 @@ class DecodeStep:
         steps added. captured: no step may read a value from the device, and addresses stay where
         they are. Allocates the memory that steps need. Raises what torch raises, and then this
         stays closed. `key` changes whenever something changes that a captured step holds fixed, and
-        `compiled` with it where kernels are compiled anew.
+        `compiled` with it where kernels are compiled again.
         """
         step = self.eviction
         step.open(arena, policy, position, pinned, leaves_last, learnt, captured=captured)

@@ -127,7 +127,7 @@ class CacheSnapshot:
         return held
 
     def check(self) -> None:
-        """Raise ValueError unless segments lie inside their regions and do not overlap, and the
+        """Raise ValueError unless segments are inside their regions and do not overlap, and the
         columns have a value for every row in use."""
         layout, region = self.layout, self.region
         start, length, capacity = layout.start, layout.length, layout.capacity

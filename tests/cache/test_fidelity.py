@@ -201,7 +201,7 @@ def test_what_lost_nothing_is_zero_and_measuring_without_memory_changes_nothing(
         patch.setattr(LastToken, "output_errors", failing(MemoryError()))
         with pytest.raises(MemoryError):
             run.fidelity(ids[-1], logits, small.VOCAB)
-    run.step(3)  # the chat goes on; what was noted of the prompt is given back
+    run.step(3)  # the chat continues, and the notes about the prompt are freed
     assert run.kv.last_token() is None
 
 

@@ -379,7 +379,7 @@ def test_a_shared_snapshot_holds_the_tiers_rows_too() -> None:
 
 @pytest.mark.parametrize("then", ["settle", "step", "stats"])
 def test_a_step_that_an_interrupt_left_drops_the_cache(then: str) -> None:
-    """Whoever comes next finds it empty, and no step goes on from there; a step that was not begun
+    """The next caller finds it empty, and no step continues from there; a step that was not begun
     drops nothing."""
     run = engine(network(), "snapkv", "roco", 44)
     run.prompt(ids(60))
@@ -407,7 +407,7 @@ def test_a_cache_never_keeps_more_than_twice_the_memory_that_it_needs() -> None:
 
 @pytest.mark.parametrize("step", ["none", "tova"])
 def test_the_smallest_budget_beside_pins_is_what_the_message_says(step: str) -> None:
-    """Without a step policy nothing but the prompt policy's own rows lies among the pinned ones."""
+    """Without a step policy only the prompt policy's own rows are among the pinned ones."""
     options: dict[str, object] = {"window": 8, "sinks": 0}
     need = 5 + 8 + 1
     run = engine(network(), "snapkv", step, need, prompt_options=options)

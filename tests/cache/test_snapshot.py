@@ -1,4 +1,4 @@
-"""A cache set aside and taken up again is bit for bit the one that was never set aside."""
+"""A restored snapshot is bit for bit the cache that was never set aside."""
 
 from __future__ import annotations
 

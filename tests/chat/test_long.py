@@ -93,7 +93,7 @@ def chats() -> Iterator[list[tuple[ChatSession, Keeper]]]:
 
 def run(turns: int, saves: int, samples: int) -> tuple[list[int], list[int], list[int]]:
     """Resident bytes, open files and threads, so many times. A chat is saved with every `saves`-th
-    turn, and taken up again in its place now and then."""
+    turn, and sometimes loaded again in place of the open one."""
     draw = random.Random(14)
     sizes, files, running = list[int](), list[int](), list[int]()
     with chats() as made:

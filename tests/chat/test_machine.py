@@ -241,7 +241,7 @@ class Machine:
             self.check("failed")
         assert not [*self.folder.rglob("*.tmp")]
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            if path.is_dir() and not path.name.startswith(".tier-"):  # of a chat that goes on
+            if path.is_dir() and not path.name.startswith(".tier-"):  # of an open chat
                 read_saved(path.name)
 
     def _failed(self, before: dict[str, Any], op: Op) -> None:
@@ -439,7 +439,7 @@ class Machine:
         self.script.append(("refresh", wanted))
 
     def save(self) -> None:
-        """Under a new name; the chat goes on there."""
+        """Under a new name; the chat continues there."""
         name = f"chat-{next(self.numbers)}"
         with self.faults():
             self.keeper.save(self.session, name)
@@ -456,7 +456,7 @@ class Machine:
         return self.home / "chats"
 
     def fork(self) -> None:
-        """The chat goes on under another name, and the old one stays."""
+        """The chat continues under another name, and the old one stays."""
         keeper, session, fault, old = self.keeper, self.session, self.fault, None
         if keeper.name in self.saved and keeper._conversation == session.conversation:
             old = keeper.name

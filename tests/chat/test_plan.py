@@ -224,7 +224,7 @@ def test_what_was_read_is_recalled_as_it_was_though_the_text_may_have_other_toke
 
 @pytest.mark.parametrize("length", [499, 500])
 def test_auto_reads_again_only_what_fits(length: int) -> None:
-    """Otherwise it goes on from the cache, and nothing is said."""
+    """Otherwise it continues with the cache, and nothing is said."""
     said, question, *given = Case("filled", None, "auto", "", "").inputs()
     found = plan(said, replace(question, opening=lambda _: [0] * length), *given)  # type: ignore[arg-type]
     fits = length < 500

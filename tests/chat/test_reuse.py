@@ -69,7 +69,7 @@ def test_a_refresh_is_a_chat_that_reads_its_transcript_for_the_first_time() -> N
     assert one.time_s.evict > 0
     assert one.rate.prefill_tok_s == pytest.approx(one.tokens.prompt_new / one.time_s.prefill)
     assert one.lines()[1].endswith("read again · not checked")
-    # It was for one question: the next goes on from there.
+    # It was for one question: the next continues from there.
     assert say(session, "And?")[0] == say(fresh, "And?")[0]
     assert [r.reuse for r in session.reports] == ["once", "refresh", "once"]
     assert [r.shaped_by_turn for r in session.reports] == [1, 2, 2]
@@ -273,7 +273,7 @@ def test_commands_in_a_chat(tmp_path: Path) -> None:
 
 
 def test_reading_again_judges_by_the_last_question_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a recall does: the answer before it lies in the window of queries otherwise."""
+    """As a recall does: otherwise the answer before it is in the window of queries."""
     session, asked = chat(reuse="refresh"), []
     read = session.engine.prompt
 

@@ -1,4 +1,4 @@
-"""A chat does one thing at a time, can be stopped at any time, and goes on afterwards."""
+"""A chat does one thing at a time, can be stopped at any time, and continues afterwards."""
 
 from __future__ import annotations
 

@@ -117,14 +117,14 @@ def test_an_answer_and_its_thoughts_are_counted_apart(opens: bool) -> None:
     [(0, 12, "length", ""), (9, 12, "length", ""), (9, 30, "eos", "so much"), (1, 30, "eos", "")],
 )
 def test_thoughts_that_do_not_end(most: int, max_tokens: int, reason: str, answer: str) -> None:
-    """The script goes on where it is when the closing tag is fed, which takes 11 tokens."""
+    """The script continues where it is when the closing tag is fed, which takes 11 tokens."""
     chat = scripted("think on and on.....so much", opens=True)
     told: list[str] = []
     found = "".join(chat.ask("a?", max_tokens, max_thoughts=most, notice=told.append))
     lines = [line for line in told if line.startswith("the model was still thinking")]
     assert (reported(chat).stop_reason, len(lines)) == (reason, int(reason == "length"))
     assert answer in found
-    if reason == "length":  # the answer goes on as if it had had more tokens at once
+    if reason == "length":  # the answer continues as if it had had more tokens at once
         assert (found, reported(chat).tokens.thoughts) == ("", max_tokens)
         more = "".join(chat.continue_answer(60, max_thoughts=most))
         twin = scripted("think on and on.....so much", opens=True)

@@ -78,7 +78,7 @@ def program(model: Path, tmp_path: Path) -> Program:
 @pytest.mark.parametrize("tier", ["none", "file"])
 def test_a_full_disk_costs_a_warning_and_leaves_no_orphan(program: Program, tier: str) -> None:
     """A real limit on the size of files, under which a chat's largest file, its cache or its tier,
-    can no longer be written: the chat goes on, and its folder has what it had after the last save
+    can no longer be written: the chat continues, and its folder has what it had after the last save
     that succeeded."""
     home = program.folder / "home"
     # Without C kernels, which would be compiled for this home.
@@ -206,7 +206,7 @@ REFUSED = {
 def test_04_every_document_is_read_as_it_is_or_refused(program: Program) -> None:
     """Control tokens, [INST], an escape sequence for the clipboard, NUL, markup, CJK, emoji, CRLF
     and a single token are read as the text they are; an empty file, one without a word and a binary
-    one are refused, and the chat goes on. Nothing of it reaches the terminal as a command."""
+    one are refused, and the chat continues. Nothing of it reaches the terminal as a command."""
     lines = []
     for name, text in READ.items():
         (program.folder / f"{name}.txt").write_bytes(text.encode())
@@ -403,7 +403,7 @@ def test_10_forty_columns(program: Program) -> None:
     # A path stays in one piece, for those who copy it.
     assert [line for line in lines if cell_len(line) > 40 and " " in line.strip()] == []
     held = next(i for i, line in enumerate(lines) if line.startswith("memory     "))
-    assert re.match(r" {11}\S", lines[held + 1]), "a row goes on below itself"
+    assert re.match(r" {11}\S", lines[held + 1]), "a row continues below itself"
     text = " ".join(" ".join(lines).split())
     for screen in ("memory", "share of the heads that hold a token", "put documents before"):
         assert screen in text, screen

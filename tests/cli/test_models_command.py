@@ -62,7 +62,7 @@ def test_pull_fetches_only_what_is_needed(
 
 
 class Sized(FakeHub):
-    """A hub that is asked for sizes and says how a download goes on."""
+    """A hub that is asked for sizes and reports the progress of a download."""
 
     def model_info(self, repo: str, revision: str | None = None, **more: object) -> object:
         return super().model_info(repo, revision)

@@ -142,8 +142,8 @@ if __name__ == "__main__":
 
 
 def test_a_fork_after_load_is_refused_and_harms_nobody(tmp_path: Path) -> None:
-    """The threads that compute do not exist in a fork. The parent's chat goes on, and a process
-    that is started anew is not refused."""
+    """The threads that compute do not exist in a fork. The parent's chat continues, and a
+    newly started process is not refused."""
     (tmp_path / "forked.py").write_text(FORKED)
     run = python(str(tmp_path / "forked.py"), OMP_NUM_THREADS="2")
     assert run.stderr == ""

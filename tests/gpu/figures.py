@@ -131,7 +131,7 @@ class Bench:
 
     @cached_property
     def copied(self) -> float:
-        """Bytes a second of a copy; kept for a process that goes on after this one."""
+        """Bytes a second of a copy; kept for a process that continues after this one."""
         known = self.found["rates"]
         if "copy" not in known:
             known["copy"] = networks.copy_rate(self.device, (1 if self.small else 2048) << 20, 5)

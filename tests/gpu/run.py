@@ -48,7 +48,7 @@ _LEAST = 15.0  # seconds in which a step can do something
 @dataclass(frozen=True, slots=True)
 class Step:
     """Processes that run at once. seconds: their limit, and what is left of it for the process
-    stands in place of LIMIT in the commands; after(): called when they have
+    replaces LIMIT in the commands; after(): called when they have
     ended, however they did."""
 
     name: str

@@ -5,7 +5,7 @@ CPU? Each kernel alone is tested in tests/kernels (`run.py check`).
     python tests/gpu/smoke.py [--json FILE] [--part I/N] [--only CHECK ...]
     TRITON_INTERPRET=1 python tests/gpu/smoke.py --device cpu --small       tries it without a GPU
 
-Every check stands alone: one that fails is reported, and the next one runs. FILE is written after
+Checks are independent: one that fails is reported, and the next one runs. FILE is written after
 each. Status 1 if any failed. GPU_TEST_SEED=N repeats the random numbers of a run.
 
 In one process this takes five minutes on a GPU, nearly all of it for compiling. `run.py` starts N

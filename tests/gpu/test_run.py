@@ -152,7 +152,7 @@ def test_steps_have_a_limit_and_one_that_fails_stops_none(tmp_path: Path) -> Non
     assert all(word in log for word in ("begun", "said 0", "said 1", "said 2", "has 50"))
     child = int(re.search(r"begun (\d+)", log)[1])  # type: ignore[index]
     status = Path(f"/proc/{child}/stat")
-    assert not status.exists() or status.read_text().split()[2] in "ZX", "it goes on"
+    assert not status.exists() or status.read_text().split()[2] in "ZX", "it still runs"
     late = Runner(tmp_path, 1)
     late.run(Step("good", 60, [("true",)]))
     assert late.done[0]["state"] == "left out"

@@ -144,7 +144,7 @@ class Counts(TorchDispatchMode):
 
 
 def near(given: Any) -> Any:
-    """What lies on the CPU, in any nesting."""
+    """The tensors on the CPU for those of the GPU, in any nesting."""
     if isinstance(given, StandIn):
         return given.near
     if given is None or isinstance(given, (int, float, str, Tensor)):
@@ -195,8 +195,8 @@ def _on_the_gpu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An operator on what lies near. Its results stand in for tensors of the GPU where they would
-    be there."""
+    """An operator on tensors of the CPU. Its results replace tensors of the GPU where they would be
+    there."""
     name = func.overloadpacket.__name__
     tensors = _tensors((args, list(kwargs.values())))
     known = {id(t.near): t for t in tensors if isinstance(t, StandIn)}
@@ -237,7 +237,7 @@ def _run(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None) -> list[Tensor]:
     """q [B, T, Hq, D]; k and v [B, N, H, D]; query i is at row N - T + i. As on CUDA, the output
-    lies in the order of rows."""
+    is in the order of rows."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     k, v = (t.repeat_interleave(group, 1).float() for t in (k, v))  # bfloat16 takes longer
@@ -321,7 +321,7 @@ class _Runtime:
 
 
 class _Event:
-    """A GPU's clock, which stands still."""
+    """A GPU's clock, which does not move."""
 
     __init__ = record = synchronize = lambda *_, **__: None
     elapsed_time = lambda *_: 0.0  # noqa: E731

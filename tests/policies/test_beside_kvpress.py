@@ -416,7 +416,7 @@ def test_the_same_positions_stay(
     models: Any, chat: Any, parts: Any, name: str, budget: int
 ) -> None:
     """But for ties, and for rules that are known to be others. Ties: a word has the same key norm
-    wherever it stands in the first layer."""
+    at every position of the first layer."""
     pair, ids = PAIRS[name], parts[0]
     ids = ids[: len(ids) // pair.chunk * pair.chunk]
     mine, theirs, same = found(models, chat, name, budget, ids)

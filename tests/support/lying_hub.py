@@ -1,4 +1,4 @@
-"""A hub on a free port of this machine that lies: in its answers stand names of files elsewhere."""
+"""A hub on a free port of this machine that lies: its answers name files elsewhere."""
 
 from __future__ import annotations
 

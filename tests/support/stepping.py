@@ -53,7 +53,7 @@ class Pair:
         assert self.there.notices == []
 
     def agree(self) -> None:
-        """Every row that is held lies in the same slot of both, and nothing else is held."""
+        """Every row that is held is in the same slot of both, and nothing else is held."""
         one, two = self.here.kv, self.there.kv
         assert one.position == two.position
         a, b = one.arena, two.arena

@@ -17,12 +17,12 @@ class Terminals:
         if self.pid == 0:
             os.execvpe(command[0], command, {**os.environ, **env})
         self.seen = ""
-        self.at = 0  # what lies before has been waited for
+        self.at = 0  # the text before this has been waited for
         self.prompt = ""
 
     def ready(self, prompt: str = "") -> None:
         """Wait for the prompt and a little longer: keys typed before would meet a terminal in
-        another mode, and a Ctrl-C a Python that is not yet waiting, which then goes on to wait."""
+        another mode, and a Ctrl-C a Python that is not yet waiting, which then still waits."""
         self.until(prompt or self.prompt)
         time.sleep(0.2)
 

@@ -67,7 +67,7 @@ def test_a_single_question_has_a_tier_only_for_what_is_read_twice(
     world: World, document: str, why: str | None, words: str, kind: str
 ) -> None:
     """There is no later question for which all that was read could be kept, but for --check, and in
-    a chat that goes on."""
+    a chat that continues."""
     world.ok("ask", "Where?", document)
     world.patch.setattr(Rules, "cannot_recall", why)
     world.ok("ask", "Who?", *words.replace("FILE", document).split(), "--tier", "file")

@@ -60,7 +60,7 @@ def test_piped_questions_are_decoded(world: World, document: str, encoding: str)
 def test_piped_lines_that_are_no_text_are_refused(
     world: World, document: str, data: bytes, message: str, turns: int
 ) -> None:
-    """A wrong line is one, and the chat goes on."""
+    """A wrong line is refused, and the chat continues."""
     fails(world.run("chat", document, input=data), 2, message)
     assert (world.session.turn, world.session.system) == (turns, "")
 

@@ -144,7 +144,7 @@ def test_drop_of_a_waiting_and_of_a_read_document(
     assert [d.name for d in session.pending] == ["c.txt"]
     run("drop", "c.txt")
     assert session.pending == []
-    assert (session.turn, len(session.documents)) == (1, 1)  # the conversation goes on
+    assert (session.turn, len(session.documents)) == (1, 1)  # the conversation continues
     # One that was read begins a new conversation.
     session.reset()
     run("add", file(tmp_path, "a.txt", b"AAA"), file(tmp_path, "b.txt", b"BBB"))

@@ -234,7 +234,7 @@ def test_a_chat_that_is_open_elsewhere_is_left_alone(
     refused("is open in another minikv", take_up, fresh)
     assert fresh.turns == []
     assert len(read("one").turns) == 2  # it can be read
-    one.load(session, "one")  # and here it may be taken up again
+    one.load(session, "one")  # and here it may be loaded again
     refused("is open in another minikv", take_up, fresh)
     one.close()
     take_up(fresh)

@@ -1,4 +1,4 @@
-"""A chat is a file: it goes on without being read again, under any policy, budget or --kv."""
+"""A chat is a file: it continues without being read again, under any policy, budget or --kv."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def unread(session: ChatSession, question: str) -> tuple[str, list[int]]:
 full = failing(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
 
 
-# -- taken up again ---------------------------------------------------------------------------
+# -- resumed ---------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["file", "ram"])
 @pytest.mark.parametrize("dtype", ["same", "int8"])
 def test_the_next_question_is_a_recall(home: Path, kind: str, dtype: str) -> None:

@@ -153,7 +153,7 @@ def test_lines_typed_during_an_answer_are_sent_after_it_in_order(start: Start, k
     assert ("next" in echoed) == (kind == "dumb")  # it would move what the answer writes
     for message in ("", "/next", "then", "last"):
         shown = terminal.until("got ")
-        assert kind == "dumb" or message in shown  # the message stands above its answer
+        assert kind == "dumb" or message in shown  # the message is above its answer
         assert terminal.until("\r\n").strip() == repr(message)
     terminal.until(READY)
     if kind == "dumb":

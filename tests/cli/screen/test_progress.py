@@ -283,7 +283,7 @@ def test_a_download_is_announced_and_counted_once(
     assert resolve(REPO, progress=Loading(terminal)).folder == hub.snapshot
     out = screen.getvalue()
     assert "will download 3.0 GiB in 2 files, 212.0 GiB free" in out
-    assert out.count("download  ") == 1  # one frame: the clock stands still
+    assert out.count("download  ") == 1  # one frame: the clock does not move
     assert capsys.readouterr() == ("", "")  # the library's own bars stay away
     blob.unlink()
     hub.sizes = {name: size for name, size in SIZES.items() if name != "x.bin"}

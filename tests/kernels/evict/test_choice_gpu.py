@@ -161,7 +161,7 @@ def test_counts_of_heads(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("before", [0, 37])
 def test_survivors_move_into_segments(size: int, dtype: torch.dtype, before: int) -> None:
-    """Every row to its place; whatever lies between the segments stays as it is."""
+    """Every row to its place; memory between the segments does not change."""
     heads, tokens = 4, 63
     fresh = draw(1, (heads, tokens, size), dtype), draw(2, (heads, tokens, size), dtype)
     old = draw(3, (heads * before + 2, size), dtype), draw(4, (heads * before + 2, size), dtype)
