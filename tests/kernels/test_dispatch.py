@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +76,14 @@ def test_every_module_of_the_table_has_an_operation_of_its_row(place: str) -> No
             places = [there, *vars(there).get("FORMS", {}).values()]
             names = row.names.split()
             assert any(hasattr(one, name) for one in places for name in names), row
+
+
+def test_a_kernel_is_a_folder_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named in the table, it is taken where C computes its kind of operation, and nowhere else."""
+    toy = SimpleNamespace(silu_mul=lambda both: both)
+    monkeypatch.setitem(sys.modules, "minikv.kernels.toy.cpu", toy)
+    row = dispatch.Row("silu_mul", "", "toy.cpu", "norms and rotation")
+    monkeypatch.setattr(dispatch, "FORMS", (*dispatch.FORMS, row))
+    for name, ours in (("auto", True), ("torch", False)):
+        chosen, _ = dispatch.choose(torch.device("cpu"), name, 64, torch.float32)
+        assert (chosen.silu_mul is toy.silu_mul) == (ours and chosen.name == "native")
