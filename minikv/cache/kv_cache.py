@@ -77,7 +77,7 @@ class KVCache:
         self.rules: Rules
         self.state: State
         self._arena: Arena
-        self._spare: Arena  # without rows, so that `drop` need not allocate one
+        self._spare: Arena  # without rows, so that `discard` need not allocate one
         self.decode = DecodeStep(shape, self.device, self.ops, rotary)
         # Called by `settle`, so that whoever has launched steps ahead can finish them.
         self.before_settling: Callable[[], None] | None = None
@@ -134,7 +134,7 @@ class KVCache:
         self.reset()
         self.state = replace(self.state, turns=turns)
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget the rows: a step failed, and may have changed some. Cannot fail."""
         self.decode.close()
         self._restart(None if self.rules.takes_share else self.state.rows)
@@ -400,7 +400,7 @@ class KVCache:
         assert self.reading is None, "a prompt is under way"
         step, decode = self.rules.step, self.decode
         if self._stepping:  # an interrupt left the last one unfinished
-            self.drop()
+            self.discard()
             raise RuntimeError("a step was interrupted, and nothing is cached")
         ready = decode.is_open and decode.eviction.captured == captured
         if not ready or (step is None and self.position >= self._full):
@@ -461,7 +461,7 @@ class KVCache:
         if self.before_settling is not None:
             self.before_settling()
         if self._stepping:
-            self.drop()
+            self.discard()
         self.decode.close()
 
     @property
@@ -509,7 +509,7 @@ class KVCache:
                 done = True
         finally:
             if not done:
-                self.drop()
+                self.discard()
 
     def share(self) -> SharedSnapshot:
         """The present state, without a copy; it keeps the memory of the rows alive. Between turns

@@ -297,7 +297,7 @@ class Turns:
         if kv.position != log.seen and self._before_reading is not None:
             kv.restore(self._before_reading)
         if kv.position != log.seen:
-            kv.drop()
+            kv.discard()
             if _LOST not in self._new_notices():  # this may have been interrupted too
                 self.engine.notices.append(_LOST)
         if self._now.closing is not None:

@@ -124,7 +124,7 @@ class DecodeLoop:
             yield
         except BaseException:
             self._early, self._unended, self._drawn = None, False, range(0)
-            self._kv.drop()
+            self._kv.discard()
             raise
 
     @property

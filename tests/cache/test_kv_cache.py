@@ -183,7 +183,7 @@ def test_a_failed_step_drops_the_cache(step: str, monkeypatch: pytest.MonkeyPatc
         assert run.kv.stats().seen == 0
     run.prompt(ids(100))
     with Allocations(Fault("allocation", 1, lasting=True)):
-        run.kv.drop()
+        run.kv.discard()
     assert (run.kv.position, run.kv._arena.rows) == (0, 0)
     run.prompt(ids(100))
     for token in ids(4):

@@ -153,7 +153,7 @@ def apply(session: ChatSession, op: Op) -> None:
     elif name == "clear":
         session.recall.clear()
     elif name == "lost":  # a step failed
-        session.engine.kv.drop()
+        session.engine.kv.discard()
         session.guard.change(lambda: None)
     elif name == "undrawn":
         session.log.pending = None

@@ -299,7 +299,7 @@ def test_after_a_lost_cache_it_is_known_how_much_is_read_again(tier: str, reuse:
         lettered(EvictionConfig.read("adakv", budget=48), tier=tier, reuse=reuse), MILL, "Who?"
     )
     seen, written = len(session.fed), session.reports[0].tokens.generated
-    session.engine.kv.drop()
+    session.engine.kv.discard()
     session.guard.change(lambda: None)
     again, answer = session.reads_again, written if tier == "ram" else 0
     assert abs(again + answer - (written if tier == "ram" else seen)) <= 1

@@ -63,7 +63,7 @@ def test_a_lost_cache_is_not_cut_but_read_again() -> None:
     for session in (undone, followed):
         say(session, "Who?")
         say(session, "Why?")
-        session.engine.kv.drop()
+        session.engine.kv.discard()
         session.guard.change(lambda: None)
     fresh.follow(undone.messages[:2])
     undone.undo()
