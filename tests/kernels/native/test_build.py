@@ -400,7 +400,7 @@ SETS = len(build.FLAG_SETS)
 def test_a_compiler_that_fails_is_one_line(
     cache: Path, monkeypatch: Any, said: str, status: int, ways: int
 ) -> None:
-    """One that is killed is not asked for something worse, which would be cache, and no flags make
+    """One that is killed is not asked for something worse, which would be kept, and no flags make
     room on a disk."""
     tried = fails(monkeypatch, said, status, b"cc 12", 0)
     found, why = build.library()
