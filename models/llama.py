@@ -255,8 +255,8 @@ class Llama:
         """All layers for the row x [1, hidden] of one token, by kernels that compute the part after
         attention in one call, or all layers in one. Returns x after the final norm [1, hidden], and
         overwrites x. Returns None, without any effect, if there are no such kernels or `kv`
-        watches."""
-        if not self._tails or getattr(kv, "watch", None) is not None:
+        has an `on_layer_input`."""
+        if not self._tails or getattr(kv, "on_layer_input", None) is not None:
             return None
         at = self._at(kv.position, 1)
         step_arena = getattr(kv, "step_arena", None) if self._layers is not None else None
@@ -297,9 +297,9 @@ class Llama:
         """Rows x [t, hidden] -> queries, keys and values [t, (heads + 2 * kv_heads) * D], not
         rotated."""
         normed = x if self.config.norm_after else self._norm(x, layer.attention_norm)
-        watch = getattr(kv, "watch", None)
-        if watch is not None:
-            watch(normed)
+        on_layer_input = getattr(kv, "on_layer_input", None)
+        if on_layer_input is not None:
+            on_layer_input(normed)
         return layer.qkv(normed)
 
     def _attend(self, index: int, qkv: Tensor, at: At, kv: Attend) -> Tensor:
