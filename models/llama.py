@@ -139,15 +139,15 @@ class Llama:
         """A `LayerTail` for each layer; empty if `ops` has none for some layer, or if the family's
         layers add scaled or normed outputs to x."""
         found: list[LayerTail] = []
-        c, rest = self.config, ops.rest if ops.products else None
-        if rest is None or c.norm_after or c.residual_scale != 1.0:
+        c, layer_tail = self.config, ops.layer_tail if ops.products else None
+        if layer_tail is None or c.norm_after or c.residual_scale != 1.0:
             return found
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
             parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
             following = None if after is None else as_read(after.qkv)
             known = None not in parts and (after is None or following is not None)
             norms = layer.mlp_norm, self.norm if after is None else after.attention_norm
-            made = rest(*parts, following, *norms, c.norm_eps) if known else None
+            made = layer_tail(*parts, following, *norms, c.norm_eps) if known else None
             if made is None:
                 return []
             found.append(made)
