@@ -19,7 +19,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Plain, as_read
+from minikv.models.linear import Int4, Int8, Linear, Plain, as_stored
 from minikv.models.rope import Rotation
 from minikv.pages import Empty, Pages
 
@@ -124,7 +124,7 @@ class Llama:
         self._layers = self._first = None
         if self._tails and ops.normed_product is not None:
             layer = self.layers[0]
-            qkv, eps = as_read(layer.qkv), self.config.norm_eps
+            qkv, eps = as_stored(layer.qkv), self.config.norm_eps
             self._first = ops.normed_product(qkv, layer.attention_norm, eps)
         if self._tails and self.config.qk_norm != "all" and ops.layers is not None:
             norms = [(layer.q_norm, layer.k_norm) for layer in self.layers]
@@ -143,8 +143,8 @@ class Llama:
         if layer_tail is None or c.norm_after or c.residual_scale != 1.0:
             return found
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
-            parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
-            following = None if after is None else as_read(after.qkv)
+            parts = [as_stored(m) for m in (layer.out, layer.gate_up, layer.down)]
+            following = None if after is None else as_stored(after.qkv)
             known = None not in parts and (after is None or following is not None)
             norms = layer.mlp_norm, self.norm if after is None else after.attention_norm
             made = layer_tail(*parts, following, *norms, c.norm_eps) if known else None

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_device import draw, guarded, kernel, on_device
 
 from minikv.kernels.product.matrix import Matrix
-from minikv.models.linear import Plain, as_read, kept
+from minikv.models.linear import Plain, as_stored, kept
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -34,7 +34,7 @@ def matrix(
     """Random weights as the kernels read them, in guarded memory; and as they are."""
     bias = draw(seed + 50, (outs,), dtype) if biased else None
     plain = Plain(draw(seed, (outs, n), dtype) / n**0.5, bias)
-    made = as_read(
+    made = as_stored(
         kept(plain, form, lambda shape, dtype: torch.empty(*shape, dtype=dtype), packing=None)
     )
     assert made is not None
