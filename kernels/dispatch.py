@@ -51,7 +51,7 @@ class Kernels:
     """On a CPU with C: the class of the processor and what computes each operation, as text for
     users."""
     products = False
-    """Whether rest, layers, normed_product, row_product, rows_product, int8_product and
+    """Whether layer_tail, layers, normed_product, row_product, rows_product, int8_product and
     int4_product replace torch's own products."""
     integer_prompts = False
     """Whether int8_product and int4_product are also faster for the many rows of a prompt."""
@@ -97,7 +97,7 @@ class Kernels:
     silu_mul = staticmethod(layer.silu_mul)
     drawn = staticmethod(sampling.drawn)
     row_product = staticmethod(product.row_product)
-    rest: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
+    layer_tail: Callable[..., Callable[[Tensor, Tensor], Tensor] | None] | None = None
     normed_product: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
     packed_row: Callable[..., Callable[[Tensor], Tensor] | None] | None = None
     layers: Callable[..., Callable[..., Tensor] | None] | None = None
@@ -122,6 +122,7 @@ class Row(NamedTuple):
 
 
 _PROMPTS = "rows_attention last_rows_attention ragged_prefill"
+_ONE_ROW = "layer_tail normed_product packed_row"
 _STATISTICS = "add_attention_mass each_attention peak_attention quadratic_forms"
 FORMS = (
     Row("ragged_attention", "decode.gpu", "decode.cpu", "step attention"),
@@ -136,7 +137,7 @@ FORMS = (
     Row(_STATISTICS, "mass.gpu", "mass.cpu", "prompt statistics"),
     Row("add_norm rotate rotary_table silu_mul", "layer.gpu", "layer.cpu", "norms and rotation"),
     Row("drawn", "", "sample.cpu", "sampling"),
-    Row("rest normed_product packed_row", "layer.rest_gpu", "layer.cpu", "products of one row"),
+    Row(_ONE_ROW, "layer.tail_gpu", "layer.cpu", "products of one row"),
     Row("layers step_arena", "", "layer.cpu", "products of one row"),
     Row("row_product", "", "product.cpu", "products of one row"),
     Row("int8_product", "", "product.cpu", "int8 products"),

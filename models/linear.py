@@ -273,18 +273,19 @@ class PackedMatrix:
 
     def use(self, ops: Kernels, dtype: torch.dtype) -> None:
         """See `Plain`."""
-        read = as_read(self)
+        stored = as_stored(self)
         self.product = self.row = self.rows_product = None
         self.unpack = ops.unpack_int4_rows
         if self.packing is None:
-            if ops.packed_row is not None and read is not None:
-                self.row = ops.packed_row(read, dtype)
-        elif ops.products and read is not None:
+            if ops.packed_row is not None and stored is not None:
+                self.row = ops.packed_row(stored, dtype)
+        elif ops.products and stored is not None:
             kernel = getattr(ops, f"{self.form}_product")
-            given = read.weights, read.scales, *((read.half, read.outs) if read.half else ())
+            tile = (stored.half, stored.outs) if stored.half else ()
+            given = stored.weights, stored.scales, *tile
             self.product = None if kernel is None else lambda x, room: kernel(x, *given, room)
             if ops.rows_product is not None:
-                self.rows_product = ops.rows_product(read)
+                self.rows_product = ops.rows_product(stored)
         self.many = ops.products and ops.integer_prompts
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -351,7 +352,7 @@ class Int8(PackedMatrix):
     form = "int8"
 
     def _allocate(self, room: Empty, group: int) -> None:
-        assert suits("int8", self.shape[1])
+        assert can_pack("int8", self.shape[1])
         self.weights = room(self.shape, torch.int8)
         self.scales = room(self.shape[:1], torch.bfloat16)
 
@@ -468,13 +469,13 @@ def kept(
 ) -> Linear:
     """Pack `plain` to int8 or int4, in memory from `room`. Returns `plain` itself for any other
     `form`, or if its rows cannot be packed. packing: see `PackedMatrix`; group: `group_of`."""
-    if not suits(form, plain.shape[1], group):
+    if not can_pack(form, plain.shape[1], group):
         return plain
     return (Int8 if form == "int8" else Int4)(plain, room, packing, group)
 
 
-def as_read(made: Linear) -> Matrix | None:
-    """A matrix in the form for kernels; None if its layout is not known."""
+def as_stored(made: Linear) -> Matrix | None:
+    """The matrix as it is stored, in the form for kernels; None if its layout is not known."""
     rows, columns = made.shape
     if isinstance(made, Plain):
         return Matrix(rows, columns, made.weight, bias=made.bias)
@@ -493,7 +494,7 @@ def split(form: str) -> tuple[str, str]:
 def kept_bytes(rows: int, columns: int, form: str, itemsize: int, group: int = 0) -> int:
     """Bytes of a matrix [rows, columns] in `form`, without its bias. itemsize: bytes per weight if
     it is not packed. group: see `group_of`."""
-    if not suits(form, columns, group):
+    if not can_pack(form, columns, group):
         return rows * columns * itemsize
     if form == "int8":
         return rows * columns + 2 * rows
@@ -501,8 +502,8 @@ def kept_bytes(rows: int, columns: int, form: str, itemsize: int, group: int = 0
     return -(-rows // _TILE) * _TILE * (columns // 2 + 4 * groups)
 
 
-def suits(form: str, columns: int, group: int = 0) -> bool:
-    """Whether `form` packs rows of `columns` columns. group: see `group_of`."""
+def can_pack(form: str, columns: int, group: int = 0) -> bool:
+    """Whether `form` can pack rows of `columns` columns. group: see `group_of`."""
     if form == "int4":
         return group_of(columns, group) is not None
     return form == "int8" and columns % _STEP == 0

@@ -19,7 +19,7 @@ from torch import Tensor
 from minikv.cache.attend import Attend
 from minikv.kernels.dispatch import Kernels
 from minikv.models.config import ModelConfig
-from minikv.models.linear import Int4, Int8, Linear, Plain, as_read
+from minikv.models.linear import Int4, Int8, Linear, Plain, as_stored
 from minikv.models.rope import Rotation
 from minikv.pages import Empty, Pages
 
@@ -124,7 +124,7 @@ class Llama:
         self._layers = self._first = None
         if self._tails and ops.normed_product is not None:
             layer = self.layers[0]
-            qkv, eps = as_read(layer.qkv), self.config.norm_eps
+            qkv, eps = as_stored(layer.qkv), self.config.norm_eps
             self._first = ops.normed_product(qkv, layer.attention_norm, eps)
         if self._tails and self.config.qk_norm != "all" and ops.layers is not None:
             norms = [(layer.q_norm, layer.k_norm) for layer in self.layers]
@@ -139,15 +139,15 @@ class Llama:
         """A `LayerTail` for each layer; empty if `ops` has none for some layer, or if the family's
         layers add scaled or normed outputs to x."""
         found: list[LayerTail] = []
-        c, rest = self.config, ops.rest if ops.products else None
-        if rest is None or c.norm_after or c.residual_scale != 1.0:
+        c, layer_tail = self.config, ops.layer_tail if ops.products else None
+        if layer_tail is None or c.norm_after or c.residual_scale != 1.0:
             return found
         for layer, after in zip(self.layers, [*self.layers[1:], None], strict=True):
-            parts = [as_read(m) for m in (layer.out, layer.gate_up, layer.down)]
-            following = None if after is None else as_read(after.qkv)
+            parts = [as_stored(m) for m in (layer.out, layer.gate_up, layer.down)]
+            following = None if after is None else as_stored(after.qkv)
             known = None not in parts and (after is None or following is not None)
             norms = layer.mlp_norm, self.norm if after is None else after.attention_norm
-            made = rest(*parts, following, *norms, c.norm_eps) if known else None
+            made = layer_tail(*parts, following, *norms, c.norm_eps) if known else None
             if made is None:
                 return []
             found.append(made)
@@ -255,8 +255,8 @@ class Llama:
         """All layers for the row x [1, hidden] of one token, by kernels that compute the part after
         attention in one call, or all layers in one. Returns x after the final norm [1, hidden], and
         overwrites x. Returns None, without any effect, if there are no such kernels or `kv`
-        watches."""
-        if not self._tails or getattr(kv, "watch", None) is not None:
+        has an `on_layer_input`."""
+        if not self._tails or getattr(kv, "on_layer_input", None) is not None:
             return None
         at = self._at(kv.position, 1)
         step_arena = getattr(kv, "step_arena", None) if self._layers is not None else None
@@ -297,9 +297,9 @@ class Llama:
         """Rows x [t, hidden] -> queries, keys and values [t, (heads + 2 * kv_heads) * D], not
         rotated."""
         normed = x if self.config.norm_after else self._norm(x, layer.attention_norm)
-        watch = getattr(kv, "watch", None)
-        if watch is not None:
-            watch(normed)
+        on_layer_input = getattr(kv, "on_layer_input", None)
+        if on_layer_input is not None:
+            on_layer_input(normed)
         return layer.qkv(normed)
 
     def _attend(self, index: int, qkv: Tensor, at: At, kv: Attend) -> Tensor:

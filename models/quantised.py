@@ -23,7 +23,7 @@ from minikv.models.checkpoint import DTYPES, READ, SMALL, Checkpoint, Entry
 from minikv.models.config import ModelConfig, Quantisation, Reader, quantised
 from minikv.models.errors import CorruptModel, UnsupportedModel, quote
 from minikv.models.files import parse_json
-from minikv.models.linear import GROUPS, suits
+from minikv.models.linear import GROUPS, can_pack
 from minikv.models.llama import Llama
 from minikv.models.stored import Steps, Stored, own_forms, paired
 from minikv.models.tensors import tensors_of
@@ -314,7 +314,7 @@ def _matrix(
     middle = 1 << (codes.bits - 1) if layout.packed and not four else 0
     straight = torch.arange(columns) // wide
     tiles = straight if order is None else _order(order, straight)
-    whole = wide == columns and suits("int8", columns)
+    whole = wide == columns and can_pack("int8", columns)
     if zero is not None and codes.bits == 8 and whole and (zero.rows(0, rows) == middle).all():
         zero = None
     form, why = "plain", ""  # why the matrix must be unpacked

@@ -36,12 +36,12 @@ from minikv.models.linear import (
     Packing,
     Plain,
     blocks,
+    can_pack,
     kept,
     kept_bytes,
     lacks,
     packing_bytes,
     split,
-    suits,
 )
 from minikv.models.llama import Layer, Llama
 from minikv.models.quantised import adopted
@@ -293,7 +293,7 @@ def form_notes(config: ModelConfig, form: str) -> list[str]:
         unpacked = [
             f"{one.matrix} (rows of {columns})"
             for _, columns, one in _shapes(config, form)
-            if one.form == kind and not suits(kind, columns, one.group)
+            if one.form == kind and not can_pack(kind, columns, one.group)
         ]
         unit = "a multiple of 16" if kind == "int8" else "a multiple of 32"
         if unpacked:

@@ -87,7 +87,7 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
     Returns False, without any effect, if there are columns that C does not write. Raises
     MemoryError."""
     columns, key = new.columns, new.key
-    if {*columns} != _COLUMNS or new.shown is not columns["pos"] or new.turn is not None:
+    if {*columns} != _COLUMNS or new.shown is not columns["pos"] or new.rotation is not None:
         return False
     probe = key[:, None] if rule.hash_with == "key" else new.query
     matrix = rule.matrix(new.layer, key)

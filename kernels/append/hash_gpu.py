@@ -203,10 +203,10 @@ def hash_append(rule: HashRule, new: NewRow, *, block: int = _BLOCK) -> bool:
     scales = [columns[name] for name in ("k_scale", "v_scale") if name in columns]
     others = [column for name, column in columns.items() if name not in _OWN]
     keyed, matrix = rule.hash_with == "key", rule.matrix(new.layer, key)
-    probe = key[:, None] if keyed and new.turn is None else query
+    probe = key[:, None] if keyed and new.rotation is None else query
     heads, group, size = probe.shape
     probes = 1 if keyed else group
-    cos, sin, turned = new.turn or (None, None, None)
+    cos, sin, turned = new.rotation or (None, None, None)
     bits = matrix.shape[1]
     k, v, pos, code = (columns[name] for name in ("k", "v", "pos", "code"))
     tables = new.start, new.length, new.cap, new.free_slot
@@ -217,7 +217,7 @@ def hash_append(rule: HashRule, new: NewRow, *, block: int = _BLOCK) -> bool:
     if arrived is None:
         arrived = torch.zeros(heads, dtype=torch.int32, device=key.device)
     notes = torch.empty((heads, 2, parts), dtype=torch.int64, device=key.device)
-    sizes = {"P": probes, "B": bits, "D": size, "G": 0 if new.turn is None else group}
+    sizes = {"P": probes, "B": bits, "D": size, "G": 0 if new.rotation is None else group}
     padded = {"PP": power(probes), "BP": power(bits), "DP": power(size)}
     _hash_append[(heads, parts)](
         *(probe, key, value, matrix, *tables, new.position, k, v, pos, code, new.shown),

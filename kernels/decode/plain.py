@@ -70,10 +70,10 @@ class NewRow:
     in `Arena`; the kernel writes the victims to free_slot. position int64 []: the token's. columns:
     those of the arena [R, ...], and bool "leaves_last" [R] if some rows leave after all others.
     width: no length exceeds it. pinned: positions below it never leave. shown int32 [R]: the
-    positions as the policy sees them; columns["pos"] if no row leaves last. turn: cosine and sine
-    [1, 1, D], and the output for rotated queries [H, G, D]; None if queries and keys are already
-    rotated. arrived int32 [H]: zeros before and after; a GPU kernel counts its finished programs in
-    it.
+    positions as the policy sees them; columns["pos"] if no row leaves last. rotation: cosine and
+    sine [1, 1, D], and the output for rotated queries [H, G, D]; None if queries and keys are
+    already rotated. arrived int32 [H]: zeros before and after; a GPU kernel counts its finished
+    programs in it.
     """
 
     layer: int
@@ -89,7 +89,7 @@ class NewRow:
     width: int
     pinned: int
     shown: Tensor
-    turn: tuple[Tensor, Tensor, Tensor] | None = None
+    rotation: tuple[Tensor, Tensor, Tensor] | None = None
     arrived: Tensor | None = None
 
 

@@ -29,7 +29,7 @@ _AT_ONCE = 256 << 20
 _add_norm = function("add_norm", "innnpppdp")
 _rotate = function("rotate", "innnnpppp")
 _silu_mul = function("silu_mul", "innnp")
-_rest = function("rest", "pnppppdp", "a layer")
+_layer_tail = function("rest", "pnppppdp", "a layer")
 _layers = function("layers", "ppppnddppppp", "a step")
 
 
@@ -66,7 +66,7 @@ def silu_mul(both: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class LayerTail:
     """The part of a layer after attention. A call takes x [1, hidden], the input of the layer, and
     mixed [1, heads * D], the output of attention, both bfloat16. It changes x in place to the input
     of the next layer, and returns that layer's queries, keys and values before rotation [1, outs],
@@ -104,11 +104,11 @@ class Rest:
         assert x.shape == (1, hidden)
         assert mixed.shape == (1, self.given[0].n)
         result = torch.empty((1, self.outs), dtype=x.dtype)
-        _rest(self.matrices, hidden, mixed, x, *self.norms, self.eps, result)
+        _layer_tail(self.matrices, hidden, mixed, x, *self.norms, self.eps, result)
         return result
 
 
-def rest(
+def layer_tail(
     out: Matrix,
     gate_up: Matrix,
     down: Matrix,
@@ -116,8 +116,8 @@ def rest(
     mlp_norm: Tensor,
     next_norm: Tensor,
     eps: float,
-) -> Rest | None:
-    """`Rest` of these matrices; None if C does not support them.
+) -> LayerTail | None:
+    """`LayerTail` of these matrices; None if C does not support them.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     """
@@ -129,7 +129,7 @@ def rest(
     assert gate_up.n == out.outs == down.outs
     assert gate_up.outs == 2 * down.n
     given = [matrix for matrix in (out, gate_up, down, following) if matrix is not None]
-    return Rest(given, matrices, (mlp_norm, next_norm), eps)
+    return LayerTail(given, matrices, (mlp_norm, next_norm), eps)
 
 
 @dataclass(frozen=True)
@@ -220,21 +220,21 @@ layers."""
 
 
 def layers(
-    rests: Sequence[object],
+    tails: Sequence[object],
     norms: Sequence[tuple[Tensor | None, Tensor | None]],
     angles: Sequence[int],
 ) -> Layers | None:
-    """All layers of a decode step, from the `Rest` of each; None if these are not C's, or if their
-    sizes differ. norms: by layer, the norms of each head's query and key before rotation, [D] each;
-    angles: the row of cos and sin for each layer."""
-    each = [rest for rest in rests if isinstance(rest, Rest)]
-    sizes = {rest.sizes for rest in each}
-    if len(each) < len(rests) or len(sizes) != 1 or any(len(r.given) < 4 for r in each[:-1]):
+    """All layers of a decode step, from the `LayerTail` of each; None if these are not C's, or if
+    their sizes differ. norms: by layer, the norms of each head's query and key before rotation, [D]
+    each; angles: the row of cos and sin for each layer."""
+    each = [tail for tail in tails if isinstance(tail, LayerTail)]
+    sizes = {tail.sizes for tail in each}
+    if len(each) < len(tails) or len(sizes) != 1 or any(len(r.given) < 4 for r in each[:-1]):
         return None
     hidden, mixed, _, eps = sizes.pop()
     parts = zip(each, norms, angles, strict=True)
     weights = Struct(*(field for r, two, at in parts for field in (r.matrices, *r.norms, *two, at)))
-    spans = [*_spans([rest.nbytes for rest in each])]
+    spans = [*_spans([tail.nbytes for tail in each])]
 
     def compute(
         x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: float, arena: StepArena

@@ -18,12 +18,12 @@ class Attend(Protocol):
     pass its T rows in several chunks, in order (t rows each, sum of t = T). Each chunk attends to
     everything seen before it and causally to itself. `advance(T)` ends the forward.
 
-    Three members are optional, and each is a function or None. `watch`: the network calls it before
-    each `attend` of a prompt, with the layer's normed input [t, hidden]. `attend_unrotated`:
-    `attend` for a single token that also rotates its query and key (`DecodeStep.attend_unrotated`).
-    `step_arena`: for a single token, called before the first layer. If one kernel can compute all
-    layers at once, it returns that kernel's argument (`DecodeStep.step_arena`), and the network
-    does not call `attend`. Otherwise it returns None.
+    Three members are optional, and each is a function or None. `on_layer_input`: the network calls
+    it before each `attend` of a prompt, with the layer's normed input [t, hidden].
+    `attend_unrotated`: `attend` for a single token that also rotates its query and key
+    (`DecodeStep.attend_unrotated`). `step_arena`: for a single token, called before the first
+    layer. If one kernel can compute all layers at once, it returns that kernel's argument
+    (`DecodeStep.step_arena`), and the network does not call `attend`. Otherwise it returns None.
     """
 
     @property

@@ -161,12 +161,12 @@ class DecodeStep:
 
     # -- the new row, and attention -----------------------------------------------------------
 
-    def _attend(self, layer: int, qkv: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _attend(self, layer: int, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Write the new row of each head, then attend to all of its rows: mixed values [1, H * G,
-        D]. qkv [H * G + 2 * H, D]; turn: cosine and sine, if they are not rotated yet."""
+        D]. qkv [H * G + 2 * H, D]; rotation: cosine and sine, if they are not rotated yet."""
         if layer == 0:
             self.eviction.before_attention()
-        query, columns = self._append(layer, qkv, turn), self.eviction.arena.columns
+        query, columns = self._append(layer, qkv, rotation), self.eviction.arena.columns
         if self.eviction.queries is not None:
             self.eviction.queries[layer].copy_(query)
         start, count, _, oldest, *scratch = self._layers[layer]
@@ -186,16 +186,16 @@ class DecodeStep:
         mixed, _ = self.ops.ragged_attention(query, rows, logits, lse, self.arrived)
         return mixed.reshape(1, self.shape.heads, -1)
 
-    def _append(self, layer: int, qkv: Tensor, turn: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _append(self, layer: int, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Write the new row of each head in every column. A policy that needs the query makes room
         for it first. Returns the rotated queries [H, G, D]."""
         heads, eviction, columns = self.shape.kv_heads, self.eviction, self.eviction.arena.columns
         policy = self._by_query
         kernel = None if policy is None else self.ops.append_evict.get(policy.name)
         if policy is not None and kernel is not None:
-            new = self._new_row(layer, qkv, turn)
+            new = self._new_row(layer, qkv, rotation)
             if kernel(policy, new):
-                return new.query if new.turn is None else new.turn[2]
+                return new.query if new.rotation is None else new.rotation[2]
         row = kernels.Slots(
             self._layers[layer][2],
             eviction.position,
@@ -206,9 +206,11 @@ class DecodeStep:
             columns.get("k_scale"),
             columns.get("v_scale"),
         )
-        if turn is not None and policy is None:
-            return self.ops.rotate_append(qkv, *turn, row)[0]
-        both = qkv[:-heads] if turn is None else self.ops.rotate(qkv[None, :-heads], *turn)[0]
+        if rotation is not None and policy is None:
+            return self.ops.rotate_append(qkv, *rotation, row)[0]
+        both = qkv[:-heads]
+        if rotation is not None:
+            both = self.ops.rotate(both[None], *rotation)[0]
         query, key = both[:-heads].view(heads, -1, self.shape.head_dim), both[-heads:]
         if policy is not None:
             eviction.by_query(policy, layer, query, key)
@@ -218,7 +220,7 @@ class DecodeStep:
         return query
 
     def _new_row(
-        self, layer: int, qkv: Tensor, turn: tuple[Tensor, Tensor] | None
+        self, layer: int, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> kernels.NewRow:
         """The token's rows in one layer, for a kernel that makes room for them."""
         arena, eviction, heads = self.eviction.arena, self.eviction, self.shape.kv_heads
@@ -237,6 +239,6 @@ class DecodeStep:
             eviction.width,
             eviction.pinned,
             eviction.positions,
-            None if turn is None else (*turn, torch.empty_like(query)),
+            None if rotation is None else (*rotation, torch.empty_like(query)),
             self.arrived,
         )

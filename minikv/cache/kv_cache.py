@@ -298,10 +298,10 @@ class KVCache:
         return isinstance(self.reading, SecondPass) and self.reading.scoring
 
     @property
-    def watch(self) -> Callable[[Tensor], None] | None:
+    def on_layer_input(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
         reading = self.reading
-        return reading.watch if isinstance(reading, Prefill) else None
+        return reading.on_layer_input if isinstance(reading, Prefill) else None
 
     @property
     def attend_unrotated(self) -> Callable[[int, Tensor, Tensor, Tensor], Tensor] | None:

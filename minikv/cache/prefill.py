@@ -66,7 +66,7 @@ class Prefill:
         self._tail_lse = torch.empty(sums, device=device)  # [H, G, t]
         self._positions = torch.arange(plan.position, plan.end, device=device)
         self._lengths = torch.ones(last, device=device) if evidence.lengths else None
-        self._coming: Tensor | None = None  # see `_watch`; for the chunk that is staged next
+        self._coming: Tensor | None = None  # see `_on_layer_input`; for the next chunk
         self._old: EarlierRows | None = None
         # For each layer: the last token's query and its attention output, [H * G, D] each.
         self.exact: list[tuple[Tensor, Tensor]] = []
@@ -99,11 +99,11 @@ class Prefill:
         return Outcome(tuple(lost), self._shaped, self.learnt)
 
     @property
-    def watch(self) -> Callable[[Tensor], None] | None:
+    def on_layer_input(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
-        return None if self._lengths is None else self._watch
+        return None if self._lengths is None else self._on_layer_input
 
-    def _watch(self, states: Tensor) -> None:
+    def _on_layer_input(self, states: Tensor) -> None:
         """The layer's input [t, hidden], after its norm, of the chunk that is staged next. Only the
         norms of rows that are observed are computed."""
         tokens, done = self.plan.tokens, self._done

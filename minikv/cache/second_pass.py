@@ -149,11 +149,11 @@ class TextPass:
         self._lengths: Tensor | None = None
 
     @property
-    def watch(self) -> Callable[[Tensor], None] | None:
+    def on_layer_input(self) -> Callable[[Tensor], None] | None:
         """See `Attend`."""
-        return self._watch if self._twice.scorer.evidence.lengths else None
+        return self._on_layer_input if self._twice.scorer.evidence.lengths else None
 
-    def _watch(self, states: Tensor) -> None:
+    def _on_layer_input(self, states: Tensor) -> None:
         """Store the norms of the layer's input, for the next chunk."""
         self._lengths = torch.linalg.vector_norm(states, dim=-1, dtype=torch.float32)
 

@@ -142,9 +142,9 @@ def prompt_report(
     """The record of a turn whose answer is not written yet; `turn_report` adds the rest. now: the
     conversation before the turn. stats: of the cache after the prompt was read. here: bytes of the
     tier in the cache's own memory."""
-    shaped_by = None if plan.anew else now.evicted_for_turn
-    if shaped_by is None and (read.blind or stats.shaped):
-        shaped_by = 0 if read.blind else now.turn + 1
+    evicted_for = None if plan.anew else now.evicted_for_turn
+    if evicted_for is None and (read.blind or stats.shaped):
+        evicted_for = 0 if read.blind else now.turn + 1
     reused, reread = now.log.seen, 0
     if plan.anew:
         earlier = now.report.tokens.seen_total if now.report is not None else 0
@@ -167,7 +167,7 @@ def prompt_report(
         ),
         rate=Rates(plan.tokens / read.seconds if plan.tokens and read.seconds else None, None),
         loss=read.loss,
-        shaped_by_turn=shaped_by,
+        shaped_by_turn=evicted_for,
         stop_reason="",
         seed=seed,
         sampling=settings.record(),

@@ -115,15 +115,15 @@ def test_each_query_and_the_length_of_its_input_are_shown(tokens: int) -> None:
     for i, layer in enumerate(run.network.layers):  # type: ignore[attr-defined]
         layer.attention_norm.fill_(1.0 + i)
     states: dict[int, list[Tensor]] = {}
-    watch = Prefill._watch
+    on_layer_input = Prefill._on_layer_input
 
     def listen(reading: Prefill, state: Tensor) -> None:
         at = len(states) - (not reading.layer_complete)
         states.setdefault(at, []).append(state.clone())
-        watch(reading, state)
+        on_layer_input(reading, state)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Prefill, "_watch", listen)
+        patch.setattr(Prefill, "_on_layer_input", listen)
         run.prompt(small.ids(tokens))
     assert {*scorer.seen} == {*states} == {0, 1, 2}
     for at, view in scorer.seen.items():

@@ -60,9 +60,9 @@ class Listening:
                 states[layer].append(now[0].clone())  # type: ignore[attr-defined]
                 return kv.attend(layer, q, k, v)  # type: ignore[attr-defined, no-any-return]
 
-            def watch(self, normed: Tensor) -> None:
+            def on_layer_input(self, normed: Tensor) -> None:
                 now[0] = normed  # type: ignore[call-overload]
-                inner = kv.watch  # type: ignore[attr-defined]
+                inner = kv.on_layer_input  # type: ignore[attr-defined]
                 if inner is not None:
                     inner(normed)
 

@@ -147,7 +147,7 @@ def test_blind_says_that_no_question_shaped_the_cache() -> None:
     assert session.reports[0].warnings == session.reports[1].warnings == ()
 
 
-def test_what_is_under_the_budget_is_shaped_by_nothing() -> None:
+def test_what_is_under_the_budget_is_evicted_for_no_question() -> None:
     session = talked(chat(reuse="blind", budget=600), MILL, "Who?")
     assert reported(session).shaped_by_turn is None
 

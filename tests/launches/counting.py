@@ -38,11 +38,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-import rest_twin
 import small
 import stand_in
 import step_oracle
 import stub_driver
+import tail_twin
 import torch
 from small import ids
 from stand_in import GPU, Counts, near, uncounted
@@ -130,7 +130,7 @@ class _Made:
 def _made(name: str) -> Callable[..., Any]:
     """Of an operation that makes a function of weights, or of such functions. None where the
     kernels do not take the weights."""
-    make, twin = getattr(_LAUNCH, name), getattr(rest_twin, name)
+    make, twin = getattr(_LAUNCH, name), getattr(tail_twin, name)
 
     def made(*given: Any) -> Any:
         launch = make(*_parts(given, "launch"))
@@ -146,7 +146,7 @@ def _parts(given: Any, name: str) -> Any:
     return getattr(given, name) if isinstance(given, _Made) else given
 
 
-_MAKERS = ("rest", "normed_product", "packed_row")
+_MAKERS = ("layer_tail", "normed_product", "packed_row")
 for _name in " ".join(row.names for row in FORMS if row.gpu).split():
     _launch = getattr(_LAUNCH, _name)
     if _name not in ("evict", "append_evict") and _launch is not getattr(Kernels, _name):

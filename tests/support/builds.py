@@ -25,7 +25,7 @@ from minikv.kernels.decode import gpu as decode
 from minikv.kernels.evict import choose_gpu, gather_gpu, heads_gpu
 from minikv.kernels.evict import gpu as evict
 from minikv.kernels.layer import gpu as layer
-from minikv.kernels.layer import rest_gpu as rest
+from minikv.kernels.layer import tail_gpu
 from minikv.kernels.mass import gpu as mass
 from minikv.kernels.product import gpu as product
 from minikv.kernels.product.matrix import Matrix
@@ -300,17 +300,17 @@ def _products() -> Iterator[Call]:
     bf16 = KINDS["bf16"]
     for form in ("plain", "int8", "int4"):
         for name, outs, n, then, normed in (
-            ("out", 4096, 4096, rest.ADD, False),
-            ("gate-up", 28672, 4096, rest.GATE, True),
-            ("down", 4096, 14336, rest.ADD, False),
-            ("qkv", 6144, 4096, rest.KEEP, True),
+            ("out", 4096, 4096, tail_gpu.ADD, False),
+            ("gate-up", 28672, 4096, tail_gpu.GATE, True),
+            ("down", 4096, 14336, tail_gpu.ADD, False),
+            ("qkv", 6144, 4096, tail_gpu.KEEP, True),
         ):
             weights = {"plain": _t(bf16, outs, n), "int8": _t(torch.int8, outs, n)}
             weights["int4"] = _t(torch.uint8, outs, n // 2)
             scales = {"int8": _t(bf16, outs), "int4": _t(bf16, n // 128, outs, 2)}
-            made = rest.product_of(Matrix(outs, n, weights[form], scales.get(form)), bf16)
+            made = tail_gpu.product_of(Matrix(outs, n, weights[form], scales.get(form)), bf16)
             assert made is not None
-            out = _t(bf16, 1, outs // 2 if then == rest.GATE else outs)
+            out = _t(bf16, 1, outs // 2 if then == tail_gpu.GATE else outs)
             norm = _t(bf16, n) if normed else None
             yield f"{form} {name} bf16", partial(made, _t(bf16, 1, n), out, then, norm, 1e-5)
     packed, scales = _t(torch.uint8, 4096, 2048), _t(bf16, 32, 4096, 2)  # type: ignore[assignment]

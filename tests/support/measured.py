@@ -67,8 +67,8 @@ def measured(
         for layer in range(kv.shape.layers):
             for lo in range(0, tokens, CHUNK):
                 rows = min(CHUNK, tokens - lo)
-                if getattr(to, "watch", None) is not None:
-                    to.watch(torch.randn(rows, 8, generator=made))
+                if getattr(to, "on_layer_input", None) is not None:
+                    to.on_layer_input(torch.randn(rows, 8, generator=made))
                 to.attend(layer, *(x.normal_(generator=made)[:rows] for x in given))
 
     assert kv.output is not None

@@ -85,8 +85,8 @@ def hash_append(rule: HashRule, new: NewRow) -> bool:
     """Write the new rows of one layer, over the victims of `rule`, a HashEvict."""
     assert isinstance(rule, HashEvict)
     query, key, columns = new.query, new.key, new.columns
-    if new.turn is not None:
-        cos, sin, turned = new.turn
+    if new.rotation is not None:
+        cos, sin, turned = new.rotation
         query = turned.copy_(rotate(query.flatten(0, 1)[None], cos, sin)[0].view_as(query))
         key = rotate(key[None], cos, sin)[0]
     full = (new.free_slot < 0) & (new.length >= new.cap)

@@ -45,15 +45,15 @@ def run(
     new = case.new
     columns = {name: place(column) for name, column in new.columns.items()}
     shown = columns["pos"] if new.shown is new.columns["pos"] else place(new.shown)
-    turn = None if new.turn is None else tuple(map(place, new.turn))
+    rotation = None if new.rotation is None else tuple(map(place, new.rotation))
     arrived = place(torch.zeros(len(new.key), dtype=torch.int32))
     there = {name: place(getattr(new, name)) for name in _PLACED}
-    there |= {"columns": columns, "shown": shown, "turn": turn, "arrived": arrived}  # type: ignore[dict-item]
+    there |= {"columns": columns, "shown": shown, "rotation": rotation, "arrived": arrived}  # type: ignore[dict-item]
     matrix = place(case.rule.matrix(LAYER, new.key))
     took = kernel(replace(case.rule, matrices={LAYER: matrix}), replace(new, **there), **more)  # type: ignore[arg-type]
     written = columns | {"free_slot": there["free_slot"]}
-    if turn is not None:
-        written["turned"] = turn[2]
+    if rotation is not None:
+        written["turned"] = rotation[2]
     assert all(untouched(t) for t in (*written.values(), arrived))
     assert not arrived.any()
     for name in _PLACED:
@@ -133,15 +133,15 @@ def drawn(
         kinds |= dict.fromkeys(["k_scale", "v_scale"] * (more == "int8"), torch.float32)
         columns |= {name: torch.ones(rows, dtype=kind) for name, kind in kinds.items()}
         shown = pos.where(torch.rand(rows, generator=generator) < 0.6, -1)
-    turn = None
+    rotation = None
     if turned:
         angle = normal(1, 1, size // 2) * 3
         cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
-        turn = cos.to(dtype), sin.to(dtype), torch.zeros(heads, group, size, dtype=dtype)
+        rotation = cos.to(dtype), sin.to(dtype), torch.zeros(heads, group, size, dtype=dtype)
     vectors = x[:, :-1].contiguous(), x[:, -1].contiguous(), normal(heads, size).to(dtype)
     tables = start, length, cap, free_slot, torch.tensor(rows)
     width, pinned = int(length.max()) + 2, pick.choice((0, 9))
-    new = NewRow(LAYER, *vectors, *tables, columns, width, pinned, shown, turn)
+    new = NewRow(LAYER, *vectors, *tables, columns, width, pinned, shown, rotation)
     sinks, recent = pick.choice((0, 5, 10**6)), pick.choice((0, 1, rows // 3))
     by, matrices = pick.choice(("query", "key")), {LAYER: matrix}
     rule = HashEvict(sinks=sinks, recent=recent, bits=bits, hash_with=by, seed=0, matrices=matrices)

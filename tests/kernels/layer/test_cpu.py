@@ -80,7 +80,7 @@ def cached(
     if way != "layers":
         made.ops.layers = None
     if way == "operations":
-        made.ops.rest = None
+        made.ops.layer_tail = None
     net.use(made.ops)
     return Engine(net, made)
 
@@ -119,7 +119,7 @@ CACHES = STEPS, (None, torch.int8)
 _TURNS = zip(product(*CACHES), cycle(pairwise(*KINDS)), strict=False)
 DAILY = [(*cache, *kind) for cache, kind in _TURNS]
 """Every cache, beside which the kinds of networks take turns."""
-WAYS = ("layers", "rest", "operations")
+WAYS = ("layers", "layer_tail", "operations")
 """One call for all layers, one for what follows attention in each, one for each operation."""
 
 
@@ -180,10 +180,10 @@ def same(one: KVCache, two: KVCache) -> None:
 
 def test_large_weights_are_read_in_several_calls(calls: list[int], monkeypatch: Any) -> None:
     net = network(count=5)
-    want = told(cached(net, way="rest"))
+    want = told(cached(net, way="layer_tail"))
     net.use(cached(net).kv.ops)
     layer = net._tails[0]
-    assert isinstance(layer, layers.Rest)
+    assert isinstance(layer, layers.LayerTail)
     monkeypatch.setattr(layers, "_AT_ONCE", 2 * layer.nbytes)
     alike(want, told(cached(net)))
     assert calls == [2, 2, 1] * TOKENS
@@ -255,14 +255,14 @@ def test_what_it_does_not_take() -> None:
     """Layers of different sizes, another kernel's layers, no layers; and an arena of float32."""
     net = network()
     kv = cached(net).kv
-    rests, more = net._tails, ([(None, None)] * 3, [0] * 3)
-    assert layers.layers(rests, *more) is not None
+    tails, more = net._tails, ([(None, None)] * 3, [0] * 3)
+    assert layers.layers(tails, *more) is not None
     assert layers.layers([], *more) is None
-    assert layers.layers([*rests[:-1], lambda x, mixed: x], *more) is None
-    assert layers.layers([rests[-1], rests[-1]], *more) is None  # only the last one ends it
+    assert layers.layers([*tails[:-1], lambda x, mixed: x], *more) is None
+    assert layers.layers([tails[-1], tails[-1]], *more) is None  # only the last one ends it
     wide = network("one")
     wide.use(kv.ops)
-    assert layers.layers([rests[0], wide._tails[-1]], *more) is None
+    assert layers.layers([tails[0], wide._tails[-1]], *more) is None
     exact = randomise(Llama(net.config), 1)
     made = over(exact)
     exact.use(made.ops)
@@ -323,20 +323,20 @@ def test_matrices_that_it_does_not_take() -> None:
             )
             for rows in (64, 128, 64)
         ]
-        taken.append(layers.rest(*packed, None, ones, ones, 1e-5) is not None)
+        taken.append(layers.layer_tail(*packed, None, ones, ones, 1e-5) is not None)
     assert not all(taken)
     square, gate_up, down = (
         Matrix(rows, n, torch.zeros(rows, n, dtype=torch.bfloat16))
         for rows, n in ((32, 32), (128, 32), (32, 64))
     )
-    assert layers.rest(square, gate_up, down, None, norm, norm, 1e-5) is not None
+    assert layers.layer_tail(square, gate_up, down, None, norm, norm, 1e-5) is not None
     wide = Matrix(32, 32, torch.zeros(32, 32))
     apart = Matrix(32, 32, torch.zeros(32, 64, dtype=torch.bfloat16)[:, :32])
     for bad in (wide, apart):
-        assert layers.rest(bad, gate_up, down, None, norm, norm, 1e-5) is None
-        assert layers.rest(square, gate_up, down, bad, norm, norm, 1e-5) is None
-    assert layers.rest(square, gate_up, down, None, norm.float(), norm, 1e-5) is None
+        assert layers.layer_tail(bad, gate_up, down, None, norm, norm, 1e-5) is None
+        assert layers.layer_tail(square, gate_up, down, bad, norm, norm, 1e-5) is None
+    assert layers.layer_tail(square, gate_up, down, None, norm.float(), norm, 1e-5) is None
     biased = Matrix(32, 32, square.weights, None, torch.zeros(32))
-    assert layers.rest(biased, gate_up, down, None, norm, norm, 1e-5) is None
+    assert layers.layer_tail(biased, gate_up, down, None, norm, norm, 1e-5) is None
     odd = (Matrix(rows, n, torch.zeros(rows, n).bfloat16()) for rows, n in ((80, 32), (32, 40)))
-    assert layers.rest(square, *odd, None, norm, norm, 1e-5) is None
+    assert layers.layer_tail(square, *odd, None, norm, norm, 1e-5) is None

@@ -24,7 +24,7 @@ from minikv.kernels.native import build
 from minikv.kernels.product import cpu as product
 from minikv.models import linear
 from minikv.models.blocks import KINDS, Blocks, Kind
-from minikv.models.linear import Int4, Int8, Plain, as_read, half_tile
+from minikv.models.linear import Int4, Int8, Plain, as_stored, half_tile
 
 pytestmark = pytest.mark.skipif(build.find() is None, reason="no C compiler on this system")
 known = pytest.mark.skipif(half_tile() is None, reason="torch's layout is not known here")
@@ -215,13 +215,13 @@ def by_tiles(form: str, outs: int, columns: int) -> tuple[Made, Tensor]:
     """A product by tiles, and its weights in float64: eight bits are scaled at the end, so that the
     weights are not rounded again."""
     made = (Int8 if form == "int8" else Int4)(Plain(randoms(outs, outs, columns, dtype=BFLOAT16)))
-    read = as_read(made)
-    assert read is not None
+    stored = as_stored(made)
+    assert stored is not None
     weights = made.dense().double()
     if form == "int8":
-        assert read.scales is not None
-        weights = read.weights.double() * read.scales.double()[:, None]
-    found = product.rows_product(read)
+        assert stored.scales is not None
+        weights = stored.weights.double() * stored.scales.double()[:, None]
+    found = product.rows_product(stored)
     assert found is not None
     return found, weights
 
@@ -280,7 +280,7 @@ def test_threads_change_no_number_and_bad_rows_stay_alone(form: str) -> None:
 
 def test_what_tiles_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights that are not packed, and any where there are no tiles."""
-    plain, eight = (as_read(kind) for kind in (Plain(torch.ones(16, 32)), Int8(Plain(BLANK))))
+    plain, eight = (as_stored(kind) for kind in (Plain(torch.ones(16, 32)), Int8(Plain(BLANK))))
     assert plain is not None
     assert eight is not None
     for there in (True, False):

@@ -413,7 +413,7 @@ class NormedProduct:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class LayerTail:
     """The part of a layer after attention. A call takes x [1, hidden], the input of the layer, and
     mixed [1, heads * D], the output of attention, both in the dtype of the norms. It changes x in
     place to the input of the next layer, and returns that layer's queries, keys and values before
@@ -438,7 +438,7 @@ class Rest:
         return self.following(x)
 
 
-def rest(
+def layer_tail(
     out: Matrix,
     gate_up: Matrix,
     down: Matrix,
@@ -446,8 +446,8 @@ def rest(
     mlp_norm: Tensor,
     next_norm: Tensor,
     eps: float,
-) -> Rest | None:
-    """`Rest` of these matrices; None if these kernels do not support such matrices or norms.
+) -> LayerTail | None:
+    """`LayerTail` of these matrices; None if these kernels do not support such matrices or norms.
 
     mlp_norm, next_norm: weights [hidden] of the norms before gate and up, and before `following`.
     """
@@ -458,7 +458,7 @@ def rest(
     last = None if following is None else normed_product(following, next_norm, eps)
     if following is not None and (last is None or next_norm.dtype != kind):
         return None
-    return Rest(first, second, third, mlp_norm, last, next_norm, eps)
+    return LayerTail(first, second, third, mlp_norm, last, next_norm, eps)
 
 
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> NormedProduct | None:

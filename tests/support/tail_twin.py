@@ -1,4 +1,5 @@
-"""The rest of a layer as separate calls make it, in torch: twin of kernels/layer/rest_gpu.py."""
+"""A layer after attention, in torch, as separate calls make it: twin of
+kernels/layer/tail_gpu.py."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def dense(matrix: Matrix) -> Tensor:
     return made
 
 
-def rest(
+def layer_tail(
     out: Matrix,
     gate_up: Matrix,
     down: Matrix,
@@ -34,7 +35,7 @@ def rest(
     next_norm: Tensor,
     eps: float,
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """As `rest` of kernels/layer/rest_gpu.py, which may be None for what this takes."""
+    """As `layer_tail` of kernels/layer/tail_gpu.py, which may be None for what this takes."""
 
     def run(x: Tensor, mixed: Tensor) -> Tensor:
         normed = layer.add_norm(x, _times(out, mixed), mlp_norm, eps)
@@ -46,12 +47,12 @@ def rest(
 
 
 def normed_product(matrix: Matrix, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor]:
-    """As the function of that name in kernels/layer/rest_gpu.py."""
+    """As the function of that name in kernels/layer/tail_gpu.py."""
     return lambda x: _times(matrix, layer.add_norm(x, None, norm, eps))
 
 
 def packed_row(matrix: Matrix, kind: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """As the function of that name in kernels/layer/rest_gpu.py."""
+    """As the function of that name in kernels/layer/tail_gpu.py."""
     return lambda x: _times(matrix, x)
 
 

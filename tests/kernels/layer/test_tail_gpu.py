@@ -1,5 +1,5 @@
-"""The rest of a layer in four launches, in Triton, against the separate calls, on odd sizes, in
-NaN-guarded memory; and the network that takes it."""
+"""The part of a layer after attention in four launches, in Triton, against the separate calls, on
+odd sizes, in NaN-guarded memory; and the network that takes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from dataclasses import replace
 
 import pytest
-import rest_twin
+import tail_twin
 import torch
 from pairwise import pairwise
 from tensors import untouched
@@ -15,7 +15,7 @@ from torch import Tensor
 from triton_device import draw, guarded, kernel, on_device
 
 from minikv.kernels.product.matrix import Matrix
-from minikv.models.linear import Plain, as_read, kept
+from minikv.models.linear import Plain, as_stored, kept
 
 pytest.importorskip("triton", reason="no Triton on this system")
 
@@ -34,7 +34,7 @@ def matrix(
     """Random weights as the kernels read them, in guarded memory; and as they are."""
     bias = draw(seed + 50, (outs,), dtype) if biased else None
     plain = Plain(draw(seed, (outs, n), dtype) / n**0.5, bias)
-    made = as_read(
+    made = as_stored(
         kept(plain, form, lambda shape, dtype: torch.empty(*shape, dtype=dtype), packing=None)
     )
     assert made is not None
@@ -71,9 +71,9 @@ def test_a_layer_is_that_of_the_separate_calls(
     ours, theirs = ([pair[i] for pair in both] for i in (0, 1))
     if last:
         ours[3] = theirs[3] = None  # type: ignore[call-overload]
-    made = kernel("layer.rest_gpu").rest(*ours, *map(guarded, norms), 1e-5)
+    made = kernel("layer.tail_gpu").layer_tail(*ours, *map(guarded, norms), 1e-5)
     got = made(there, given)
-    want = rest_twin.rest(*theirs, *norms, 1e-5)(x, mixed)
+    want = tail_twin.layer_tail(*theirs, *norms, 1e-5)(x, mixed)
     assert got.dtype == dtype
     near(got, want, form)
     near(there, x, form)
@@ -86,21 +86,21 @@ def test_a_layer_is_that_of_the_separate_calls(
 def test_programs_that_go_through_several_tiles(form: str, gated: int, biased: bool) -> None:
     """One, two, or one for each tile, of which the last has rows left over: the same bits, with
     nothing written beyond the end."""
-    rest = kernel("layer.rest_gpu")
+    tail_gpu = kernel("layer.tail_gpu")
     ours, theirs = matrix(1, 22, 160, form, torch.float16, biased)
     norm, x = draw(2, (160,), torch.float16), draw(3, (1, 160), torch.float16, 3.0)
-    then, found = (rest.GATE if gated else rest.KEEP), []
+    then, found = (tail_gpu.GATE if gated else tail_gpu.KEEP), []
     for programs in (0, 1, 2):
-        config = rest.Config(4, 256, 4, programs)
-        product = rest.product_of(ours, torch.float16, config)
-        assert rest.programs_of(config, 22, 160) == (programs or 6)
+        config = tail_gpu.Config(4, 256, 4, programs)
+        product = tail_gpu.product_of(ours, torch.float16, config)
+        assert tail_gpu.programs_of(config, 22, 160) == (programs or 6)
         out = guarded(torch.full((1, 22 >> gated), torch.nan, dtype=torch.float16))
         found.append(product(guarded(x), out, then, guarded(norm), 1e-6).cpu())
         assert untouched(out)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-    want = rest_twin.normed_product(theirs, norm, 1e-6)(x)
-    near(found[0], rest_twin.layer.silu_mul(want) if gated else want, form)
+    want = tail_twin.normed_product(theirs, norm, 1e-6)(x)
+    near(found[0], tail_twin.layer.silu_mul(want) if gated else want, form)
 
 
 @on_device
@@ -111,8 +111,8 @@ def test_the_product_of_a_norm(form: str, dtype: torch.dtype, biased: bool) -> N
     ours, theirs = matrix(1, 9, 4224, form, dtype, biased)
     norm, x = draw(2, (4224,), dtype), draw(3, (1, 4224), dtype, 3.0)
     there = guarded(x)
-    got = kernel("layer.rest_gpu").normed_product(ours, guarded(norm), 1e-6)(there)
-    near(got, rest_twin.normed_product(theirs, norm, 1e-6)(x), form)
+    got = kernel("layer.tail_gpu").normed_product(ours, guarded(norm), 1e-6)(there)
+    near(got, tail_twin.normed_product(theirs, norm, 1e-6)(x), form)
     assert torch.equal(there.cpu(), x)
 
 
@@ -124,18 +124,18 @@ def test_groups_of_every_size() -> None:
         assert len(theirs.scales) == columns // group
         x = draw(2, (1, columns), BFLOAT16)
         norm = torch.ones(columns, dtype=BFLOAT16)
-        got = kernel("layer.rest_gpu").normed_product(ours, guarded(norm), 1e-6)(guarded(x))
-        near(got, rest_twin.normed_product(theirs, norm, 1e-6)(x), "int4")
+        got = kernel("layer.tail_gpu").normed_product(ours, guarded(norm), 1e-6)(guarded(x))
+        near(got, tail_twin.normed_product(theirs, norm, 1e-6)(x), "int4")
 
 
 def test_what_they_do_not_take() -> None:
     """float32; columns or groups that are not whole vectors; rows that lie apart; another layout or
     dtype; a norm that is too long."""
-    rest = importlib.import_module("minikv.kernels.layer.rest_gpu")
+    tail_gpu = importlib.import_module("minikv.kernels.layer.tail_gpu")
 
     def taken(made: Matrix, norm: Tensor | None = None) -> bool:
         ones = torch.ones(made.n, dtype=BFLOAT16)
-        return rest.normed_product(made, ones if norm is None else norm, 1e-5) is not None
+        return tail_gpu.normed_product(made, ones if norm is None else norm, 1e-5) is not None
 
     def zeros(*shape: int, dtype: torch.dtype = BFLOAT16) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -162,12 +162,12 @@ def test_what_they_do_not_take() -> None:
     square, wide = Matrix(32, 32, zeros(32, 32)), Matrix(64, 32, zeros(64, 32))
     norm = zeros(32)
     given = square, wide, square
-    assert rest.rest(*given, None, norm, norm, 1e-5) is not None
-    assert rest.rest(*given, square, norm, norm, 1e-5) is not None
+    assert tail_gpu.layer_tail(*given, None, norm, norm, 1e-5) is not None
+    assert tail_gpu.layer_tail(*given, square, norm, norm, 1e-5) is not None
     bad = Matrix(32, 32, zeros(32, 32, dtype=torch.float32))
     for i in range(3):
         mixed = [bad if i == j else one for j, one in enumerate(given)]
-        assert rest.rest(*mixed, None, norm, norm, 1e-5) is None
-    assert rest.rest(*given, bad, norm, norm, 1e-5) is None
-    assert rest.rest(*given, square, norm, norm.half(), 1e-5) is None
-    assert rest.rest(*given, square, norm.float(), norm, 1e-5) is None
+        assert tail_gpu.layer_tail(*mixed, None, norm, norm, 1e-5) is None
+    assert tail_gpu.layer_tail(*given, bad, norm, norm, 1e-5) is None
+    assert tail_gpu.layer_tail(*given, square, norm, norm.half(), 1e-5) is None
+    assert tail_gpu.layer_tail(*given, square, norm.float(), norm, 1e-5) is None
