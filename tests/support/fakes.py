@@ -172,7 +172,7 @@ class FakeKv:
         self.position = position
         del self.fed[position:]
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         self.position = 0
         self.fed.clear()
 
