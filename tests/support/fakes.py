@@ -199,11 +199,11 @@ class FakeKv:
         return CacheSnapshot(State(self.position), (0, rows), tables, {"ids": ids})
 
     def forget(self, position: int) -> None:
-        self.drop()
+        self.discard()
 
     def reset(self, rules: Rules) -> None:
         self.configure(rules)
-        self.drop()
+        self.discard()
 
     def restore(self, held: Any, rules: Rules | None = None, under: Rules | None = None) -> None:
         if rules is None:
