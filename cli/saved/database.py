@@ -133,10 +133,16 @@ class ChatFile:
         self._db = self._handle = None
 
     def refresh(self) -> None:
-        """Open the chat's present file, if another process has replaced it. Raises `DAMAGE`."""
-        with contextlib.suppress(OSError):  # it was removed; the old one can still be read
-            if not os.path.samestat(os.lstat(self._path), self._stat):
-                self._connect()
+        """Open the chat's present file, if another process has replaced it. Raises OSError and
+        `DAMAGE`; then that process's save is still refused to be overwritten."""
+        was = self._stat
+        with contextlib.suppress(FileNotFoundError):  # it was removed; the old one can be read
+            if not os.path.samestat(os.lstat(self._path), was):
+                try:
+                    self._connect()
+                except BaseException:
+                    self._stat = was
+                    raise
 
     def rows(self, table: str) -> list[Any]:
         """The values of each row of one of `TABLES`, in order. Raises `DAMAGE`."""

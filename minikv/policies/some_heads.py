@@ -15,8 +15,8 @@ AT_ONCE = 1 << 20
 
 
 def by_query(view: PromptView, make: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """The results of `make` for all heads; it is called with `view.attention` of some heads and
-    their slice."""
+    """The results of `make` [h, ...] for all heads [H, ...]; it is called with the attention
+    [h, G, W, N] of some heads (`PromptView.attention`) and their slice."""
     assert view.attention is not None
     assert view.mass is not None
     seen, each = view.attention, view.mass[0].numel() * view.observed

@@ -280,6 +280,10 @@ def test_a_file_system_that_cannot_lock_is_said_once(
     say(fresh, "There?")
     two.save(fresh)
     refused("another minikv has saved chat one", one.save, session)
+    with monkeypatch.context() as patched:
+        patched.setattr(database, "_connected", failing(OSError(errno.EIO, "no")))
+        refused("chat one", one.load, session, "one")
+    refused("another minikv has saved chat one", one.save, session)
     one.load(session, "one")
     assert state(session) == state(fresh)
     say(session, "Here?")
