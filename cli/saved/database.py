@@ -195,7 +195,7 @@ class ChatFile:
 
     def _connect(self) -> None:
         """Open the present file. Raises `DAMAGE` unless its tables are those of a chat."""
-        self._stat = os.lstat(self._path)
+        self._stat: os.stat_result = os.lstat(self._path)
         _roll_back(self._path)
         if self._db is not None:
             self._db.close()
