@@ -110,6 +110,7 @@ class ChatFile:
         self.name, self.locks = name, True
         self._db: sqlite3.Connection | None = None
         self._handle: int | None = None
+        self._stat: os.stat_result  # of the file that `_connect` opened
         if not stat.S_ISREG(os.lstat(self._path).st_mode):
             raise OSError(0, "not a regular file")
         try:
@@ -195,7 +196,7 @@ class ChatFile:
 
     def _connect(self) -> None:
         """Open the present file. Raises `DAMAGE` unless its tables are those of a chat."""
-        self._stat: os.stat_result = os.lstat(self._path)
+        self._stat = os.lstat(self._path)
         _roll_back(self._path)
         if self._db is not None:
             self._db.close()
